@@ -163,7 +163,7 @@ def cell(kind: str, feature: Feature) -> str:
     if refused(server_with(EXAMPLES[kind], feature.changes)):
         return "refused"
     ran = feature.ran.get(kind)
-    return {None: "untested", GPU: "H100, once"}.get(ran, "tested")
+    return {None: "untested", GPU: "GPU, once"}.get(ran, "tested")
 
 
 def refused(config: Any) -> list[str]:
@@ -178,8 +178,8 @@ def grid() -> list[str]:
     lines = [
         "## What goes with what",
         "",
-        "*Tested*: a test serves the two together on a CPU. *H100, once*: a check on a "
-        "GPU did, at an earlier commit ([performance.md](performance.md)). *Untested*: "
+        "*Tested*: a test serves the two together on a CPU. *GPU, once*: a check on an "
+        "H200 did ([performance.md](performance.md)). *Untested*: "
         "served, but no test that passed runs the two together. *Refused*: at "
         "start-up, with what to change ([below](#not-supported-with-a-policy)).",
         "",

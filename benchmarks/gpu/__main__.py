@@ -25,25 +25,15 @@ os.environ.update(ENVIRONMENT)
 
 import torch  # noqa: E402
 
-from benchmarks.gpu import serving  # noqa: E402
 from benchmarks.gpu.check import runner  # noqa: E402
-from benchmarks.gpu.decode import Decode  # noqa: E402
-from benchmarks.gpu.events import Events  # noqa: E402
-from benchmarks.gpu.kernels import Kernels  # noqa: E402
+from benchmarks.gpu.contents import DEFAULT_MODEL, PARTS  # noqa: E402
 from benchmarks.gpu.models import SHAPES  # noqa: E402
-from benchmarks.gpu.parts import TINY, Options, Part  # noqa: E402
+from benchmarks.gpu.parts import TINY, Options  # noqa: E402
 from benchmarks.gpu.record import ROOT, Record  # noqa: E402
 from benchmarks.printing import table  # noqa: E402
 from vllm_kvpolicy.commands.outputs import new_folder
 
 CHECK = "check"
-PARTS: dict[str, Part] = {
-    **serving.PARTS,
-    "decode": Decode(),
-    "events": Events(),
-    "kernels": Kernels(),
-}
-DEFAULT_MODEL = "llama-3.1-8b"
 SECONDS = 480.0
 OUT = ROOT / "benchmarks" / "results" / "gpu"
 

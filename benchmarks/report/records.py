@@ -1,7 +1,7 @@
 """Reads result files for tables and figures."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def read(path: Path, key: str | None = "summary") -> dict[str, Any]:
     return record
 
 
-def check_keys(wanted: Row, needed: set[str], optional: set[str]) -> None:
+def check_keys(wanted: Row, needed: Set[str], optional: Set[str] = frozenset()) -> None:
     """Raise ValueError if a table's description lacks a key or has an unknown one."""
     if not needed <= wanted.keys() <= needed | optional:
         raise ValueError(

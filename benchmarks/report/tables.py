@@ -22,6 +22,7 @@ import yaml
 
 from benchmarks.report import (
     cost_tables,
+    gpu_tables,
     language_tables,
     layout_tables,
     margin_tables,
@@ -45,6 +46,8 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "layouts": layout_tables.by_layout,
     "language-comparisons": language_tables.comparisons,
     "language-means": language_tables.means,
+    "gpu": gpu_tables.by_part,
+    "gpu-checks": gpu_tables.checks,
     "losses": language_tables.losses,
     "model": model_table.by_size,
     "picked": picked_table.by_row,

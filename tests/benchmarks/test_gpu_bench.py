@@ -14,7 +14,9 @@ import torch
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import events, process
+from benchmarks.gpu.decode import Decode
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
+from benchmarks.gpu.events import Events
 from benchmarks.gpu.kernel_checks import check_operation
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import token_bytes
@@ -88,7 +90,7 @@ def test_serving(
     assert stock["engine"]["policy"] is None and stock["engine"]["prefix_caching"]
     assert ours["engine"]["policy"]["budget"] == 96
     assert record["runs"][0]["sources"] and "| engine " in printed
-    assert "preempted 0 : " in printed and "peak concurrency" in printed
+    assert "preempted 0 : " in printed and "mean concurrency" in printed
     # Again: everything is there, and nothing is started.
     here.clear()
     status, again = run("serving", tmp_path)
@@ -124,7 +126,7 @@ def test_decode_steps_and_events(
 
 def test_attention_beside_the_time_to_read_what_is_kept(tmp_path: Path) -> None:
     """Of kernels in a profile, which only a GPU has."""
-    part = command.Decode().tiny()
+    part = Decode().tiny()
     options = Options("tiny", tmp_path, 9.0)
     record = Record(tmp_path / "x.json", "decode", {})
     record.cells["copy"] = {"bytes_per_second": 1e9}
@@ -228,14 +230,14 @@ def test_real_engines_fit_on_the_gpu(
         for prompt in (*workload.prompt_tokens, contest.prompt_tokens):
             longest = prompt + workload.output_tokens
             assert longest < specs[0].max_model_len <= specs[0].pool_tokens
-    plan = command.Decode().fitting(options)
+    plan = Decode().fitting(options)
     assert plan.contexts[-1] == (16384 if card == SMALL_CARD else 32768)
     specs = [plan.engine(name, options) for name in plan.engines]
     groups = process.groups_that_fit(specs, card)
     small, large = [["stock"], ["ams-tova", "fp8"]], [["stock", "ams-tova"], ["fp8"]]
     expected = small if card == SMALL_CARD else large
     assert [[spec.name for spec in group] for group in groups] == expected
-    specs = command.Events().engines(options)
+    specs = Events().engines(options)
     assert len(process.groups_that_fit(specs, card)) == 1
 
 

@@ -165,6 +165,28 @@ def test_values_are_picked_by_their_paths(tmp_path, path, cells):
     assert table[2:] == [f"| A | 1,201 | {cells[0]} |", f"| B | 12.5 | {cells[1]} |"]
 
 
+def test_checks_on_a_gpu_are_those_of_the_last_run(tmp_path):
+    def line(group, check, ok, detail=""):
+        return {"group": group, "check": check, "ok": ok, "detail": detail}
+
+    lines = [
+        {"machine": {}},
+        line("syncs", "before", False),
+        {"machine": {}},
+        line("triton", "identity", True),
+        line("syncs", "stock", True),
+        line("syncs", "events", False),
+        line("flashinfer", "engines", True, "NOT RUN: it is not installed"),
+    ]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert rendered("gpu-checks", "file: some.jsonl", tmp_path)[2:] == [
+        "| `flashinfer` | 0 | 0 | 1 | - |",
+        "| `syncs` | 1 | 1 | 0 | events |",
+        "| `triton` | 1 | 0 | 0 | - |",
+        "| all | 2 | 1 | 1 |  |",
+    ]
+
+
 def test_check_writes_nothing(folder, capsys, monkeypatch):
     monkeypatch.setattr(command, "ROOT", folder)
     monkeypatch.setattr(command, "RESULTS", folder)

@@ -38,7 +38,7 @@ BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINK
 BUDGET, QUEST_BUDGET = 110, 150
 TIGHT = {"max_num_batched_tokens": 96, "max_model_len": 640, "foresees": False}
 ROOMY = {"max_num_batched_tokens": 640, "num_blocks": 400}
-LENGTHS, NUM_TOKENS = (1, 170, 300), 100
+LENGTHS, NUM_TOKENS = (1, 170, 300), 80
 USE = [[0.9, 0.1], [0.2, 0.7]]  # of heads, by layer: duo keeps the text of two
 GATE_NEAR, LOGIT_NEAR = 1e-4, 2e-2
 # Names that a server offers, further options, and superblocks.

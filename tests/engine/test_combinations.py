@@ -57,7 +57,7 @@ ELSEWHERE = {
 }
 HEADS = Heads(query=8, kv=4)
 LENGTHS = (64, 150, 280)
-MAX_TOKENS = 130
+MAX_TOKENS = 100
 FREE = "none"
 
 

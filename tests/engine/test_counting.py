@@ -111,7 +111,7 @@ def test_stock_counts_what_whole_requests_hold(tiny_model):
 
 def test_requests_under_a_policy_hold_what_their_footprint_says(tiny_model):
     values = {"policy": "snapkv", "budget": 128, "interval": 64}
-    jobs = make_jobs((40, 100, 200), 250, seed=4)
+    jobs = make_jobs((40, 100, 200), 170, seed=4)
     with Engine(tiny_model, values) as engine:
         engine.run(jobs)
         found = engine.counters()
@@ -126,11 +126,11 @@ def test_requests_under_a_policy_hold_what_their_footprint_says(tiny_model):
 
 def test_a_preempted_request_is_one_request(tiny_model):
     """Its peak is the largest of all times that it ran."""
-    small = {"num_blocks": 12, "max_model_len": 320}
+    small = {"num_blocks": 9, "max_model_len": 192}
     counting = COUNTING_CLASSES[False]
     with Engine(tiny_model, scheduler_cls=counting, **small) as engine:
-        run = engine.run(make_jobs((60, 60), 250, seed=5))
+        run = engine.run(make_jobs((60, 60), 120, seed=5))
         found = engine.counters()
     assert run.preemptions > 0
-    assert (found["requests"], found["peak_blocks"]) == (2, 2 * -(-309 // BLOCK))
+    assert (found["requests"], found["peak_blocks"]) == (2, 2 * -(-179 // BLOCK))
     assert found["steps"] < found["request_steps"] < 2 * found["steps"]

@@ -26,14 +26,14 @@ def named(policy: str) -> dict[str, object]:
 
 
 def plain_jobs() -> list[Job]:
-    return make_jobs((40, 90, 150, 300, 410), 180, seed=5)
+    return make_jobs((40, 90, 150, 300, 410), 130, seed=5)
 
 
 def jobs_with_aborts() -> list[Job]:
     """Twelve requests that come one after another; every third is aborted."""
-    jobs = make_jobs([30 + 37 * i % 290 for i in range(12)], 150, seed=6)
+    jobs = make_jobs([30 + 37 * i % 290 for i in range(12)], 110, seed=6)
     return [
-        replace(job, arrives=8 * i, aborted=(35 + 30 * i) % 130 if i % 3 == 1 else None)
+        replace(job, arrives=8 * i, aborted=(35 + 30 * i) % 100 if i % 3 == 1 else None)
         for i, job in enumerate(jobs)
     ]
 

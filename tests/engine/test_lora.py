@@ -52,7 +52,7 @@ def write_lora(folder: Path, model: Path, seed: int) -> Path:
 
 
 LENGTHS = (150, 300)
-NUM_TOKENS = 80
+NUM_TOKENS = 60
 VALUES: dict[str, Any] = {"budget": 96, "interval": 40, "prefill_interval": 128}
 AMS = {"policy": "ams-tova", **VALUES}
 IDENTITY = {"policy": "identity", **VALUES}

@@ -41,7 +41,7 @@ class Scenario:
     names: tuple[str, ...]
     policy: dict[str, Any]
     lengths: tuple[int, ...]
-    max_tokens: int = 120
+    max_tokens: int = 100
     engine: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, int] | None = None
     is_warm: bool = False
@@ -92,6 +92,7 @@ SCENARIOS = {
         names=("ams-tova", "snapkv"),
         policy={"budget": 200, "interval": 40, "prefill_interval": 320},
         lengths=(130, 500),
+        max_tokens=120,
         engine={"block_size": 64},
         shape={"layers": 3, "query_heads": 6, "kv_heads": 3, "head_dim": 64},
     ),

@@ -35,7 +35,7 @@ from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 
 LAYERS, HEADS, SIZE = 2, 2, 32
-STEM, SHORT, BUDGET, WINDOW = 320, 50, 128, 32
+STEM, SHORT, BUDGET, WINDOW = 320, 80, 128, 32
 BASE: dict[str, Any] = {"budget": BUDGET, "interval": 64, "recent": 32, "sinks": 4}
 BASE |= {"prefill_interval": "prompt"}
 OPTIONS = {"expected_window": 48, "snapmax_window": 48, "lag": 32}
@@ -68,7 +68,7 @@ def server(allowed: list[str], folder: Path) -> dict[str, Any]:
     }
 
 
-def jobs_of(allowed: list[str], num_tokens: int = 120) -> list[Job]:
+def jobs_of(allowed: list[str], num_tokens: int = 80) -> list[Job]:
     """Return one request per policy, and one without; all begin alike.
 
     Every third prompt is shorter than the budget: its first event finds superblocks
@@ -152,7 +152,7 @@ TOLERANCE = 1e-4  # of log-probabilities, fp32; another branch's decisions make 
 
 
 def branches(number: int) -> list[list[Job]]:
-    """Return jobs whose prompts part at the edge of a superblock, by rounds.
+    """Return jobs whose prompts part at the edge of a superblock of a stem, by rounds.
 
     The stem goes on as X or Y, or otherwise without DMS while X runs. X comes back
     after Y has decided about the stem's end.
@@ -191,8 +191,8 @@ def test_decisions_of_other_branches_are_not_shared(
         changes = {"enable_prefix_caching": caching, "num_blocks": 300}
         with Engine(deciding_model, policy, **changes) as engine:
             hits = watch_hits(engine)
-            rounds = [jobs for n in range(BRANCHES) for jobs in branches(n)]
-            found.append(most_likely(engine.run(jobs) for jobs in rounds))
+            rounds = zip(*map(branches, range(BRANCHES)), strict=True)
+            found.append(most_likely(engine.run(sum(jobs, [])) for jobs in rounds))
     cold, warm = found
     wrong = [n for n in cold if not np.allclose(warm[n], cold[n], atol=TOLERANCE)]
     assert not wrong
@@ -338,7 +338,7 @@ def test_resets_amid_answers_change_nothing(
     is_async: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    policy, jobs = server(allowed, tmp_path), jobs_of(allowed, 260)
+    policy, jobs = server(allowed, tmp_path), jobs_of(allowed, 150)
     (plain,), _ = answers(tiny_model, policy, jobs, 1)
     if is_async:
         allow_async_scheduling(monkeypatch)

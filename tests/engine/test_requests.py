@@ -26,7 +26,7 @@ def decoder(tiny_model: Path) -> ReferenceDecoder:
 @pytest.fixture(scope="module")
 def stock_tokens(tiny_model: Path) -> dict[str, list[int]]:
     with Engine(tiny_model) as engine:
-        return engine.run(make_jobs(LENGTHS, 200, seed=20)).tokens
+        return engine.run(make_jobs(LENGTHS, 140, seed=20)).tokens
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def engine(stock_tokens, tiny_model: Path, tmp_path_factory) -> Iterator[Engine]
 
 def test_policy_none_is_stock(engine: Engine, stock_tokens) -> None:
     """One request of three opts out; it alone has stock vLLM's tokens."""
-    jobs = make_jobs(LENGTHS, 200, seed=20)
+    jobs = make_jobs(LENGTHS, 140, seed=20)
     jobs[1] = replace(jobs[1], extra_args={"kv_policy": "none"})
     run = engine.run(jobs)
     assert run.tokens["r1"] == stock_tokens["r1"]
@@ -54,7 +54,7 @@ def test_a_smaller_budget_bounds_that_request(engine: Engine, decoder) -> None:
         {"kv_budget": 96, "kv_interval": 40, "kv_recent": 20, "kv_sinks": 2},
         None,
     )
-    jobs = make_jobs(LENGTHS, 200, seed=21)
+    jobs = make_jobs(LENGTHS, 140, seed=21)
     jobs = [
         replace(job, extra_args=extra) for job, extra in zip(jobs, asked, strict=True)
     ]
@@ -76,8 +76,9 @@ def test_a_protected_prompt_stays(
     tiny_model: Path, tmp_path: Path, decoder, policy: str
 ) -> None:
     values = {**VALUES, "policy": policy, "protect_prompt": True, "budget": 96}
+    values["interval"] = 40
     with Engine(tiny_model, values, tmp_path) as engine:
-        results = engine.run(make_jobs((50, 130, 310), 260, seed=22)).results
+        results = engine.run(make_jobs((50, 130, 310), 190, seed=22)).results
     for result in results.values():
         assert len(result.events) >= 2
         prompt = np.arange(len(result.job.prompt))
@@ -109,7 +110,7 @@ def test_engines_in_one_process_do_not_meet(tiny_model: Path, tmp_path: Path) ->
     files = [each.scheduler.kv_policy_counters.file.path for each in engines[1:]]
     try:
         assert all(path.exists() for path in files)
-        jobs = make_jobs(LENGTHS, 200, seed=23)
+        jobs = make_jobs(LENGTHS, 100, seed=23)
         alone = [engine.run(jobs).results for engine in engines]
         sessions = [Session(engine, jobs) for engine in engines]
         while sum(session.step() for session in sessions):

@@ -72,7 +72,7 @@ def test_ams_expected_runs(kind: str, tmp_path: Path) -> None:
     """A budget that never binds gives stock vLLM's tokens, a small one has events."""
     model = make(kind, tmp_path / kind)
     free, bound = (
-        Job(name, make_prompt(9, 300), 60, extra_args={"kv_budget": budget})
+        Job(name, make_prompt(9, 300), 45, extra_args={"kv_budget": budget})
         for name, budget in (("free", 2048), ("bound", 128))
     )
     values: dict[str, Any] = {"policy": "ams-expected", "budget": 2048}

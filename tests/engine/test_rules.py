@@ -14,7 +14,7 @@ from support.sweeps import some
 from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
-LENGTHS = (60, 130, 300, 210)
+LENGTHS = (90, 130, 300)
 MAX_SHARE = 1e-3
 
 
@@ -37,7 +37,7 @@ class Comparison:
 
     def __init__(self, policy: str, model: Path, folder: Path) -> None:
         self.values = {"policy": policy, **VALUES}
-        self.jobs = make_jobs(LENGTHS, 120, seed=8)
+        self.jobs = make_jobs(LENGTHS, 90, seed=8)
         with Engine(model, self.values, folder / "whole") as engine:
             self.alone = Run({}, 0, 0)
             for job in self.jobs:
@@ -87,7 +87,7 @@ def test_crowded_events_wait_and_do_not_move(tiny_model: Path, tmp_path: Path) -
     # Spread events would not crowd.
     limits = {"events_per_step": 2, "spread_events": False}
     values = {"policy": "snapkv", **VALUES, **limits}
-    jobs = make_jobs([100] * 8, 200, seed=15)
+    jobs = make_jobs([100] * 8, 140, seed=15)
     with Engine(tiny_model, values, tmp_path) as engine:
         assert engine.scheduler.kv_policy_limits.events_per_step == 2
         run = engine.run(jobs)
@@ -106,11 +106,11 @@ REUSE = {"policy": "ams-snapkv", **VALUES}
 
 def test_a_reused_slot_starts_clean(tiny_model: Path, tmp_path: Path) -> None:
     """Credit, windows and tables of earlier requests leave no trace, even if absurd."""
-    jobs = make_jobs((180, 75, 330, 120), 130, seed=10)
+    jobs = make_jobs((180, 75, 330, 120), 100, seed=10)
     with Engine(tiny_model, REUSE, tmp_path / "fresh", max_num_seqs=4) as engine:
         fresh = engine.run(jobs)
-    old = make_jobs((70, 200, 310, 90, 160, 280), 130, seed=9)
-    old[1], old[4] = replace(old[1], aborted=80), replace(old[4], aborted=100)
+    old = make_jobs((70, 200, 310, 90, 160, 280), 100, seed=9)
+    old[1], old[4] = replace(old[1], aborted=70), replace(old[4], aborted=90)
     with Engine(tiny_model, REUSE, tmp_path / "used", max_num_seqs=4) as engine:
         engine.run(old)
         assert len(engine.runtime.requests) == 0

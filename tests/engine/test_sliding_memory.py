@@ -49,8 +49,8 @@ def test_what_is_held_is_bounded_and_counted(
 
 def test_many_requests_take_turns_without_preemptions(model: Path) -> None:
     """The forecast counts windows: who enters is never preempted."""
-    changes = {"num_blocks": 64, "max_model_len": 768, "max_num_batched_tokens": 96}
-    jobs = make_jobs((40, 90, 200, 310, 60, 130, 250), 220, seed=9)
+    changes = {"num_blocks": 56, "max_model_len": 512, "max_num_batched_tokens": 96}
+    jobs = make_jobs((40, 90, 200, 310, 60, 130, 250), 150, seed=9)
     with Engine(model, VALUES, **changes) as engine:
         run = engine.run(jobs)
         held_back = engine.scheduler.kv_policy_entry.num_held_back

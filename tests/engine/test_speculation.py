@@ -55,7 +55,7 @@ ALL = [
 ]
 
 
-def jobs_of(lengths: tuple[int, ...], max_tokens: int = 150) -> list[Job]:
+def jobs_of(lengths: tuple[int, ...], max_tokens: int = 120) -> list[Job]:
     prompts = [repetitive(seed, length) for seed, length in enumerate(lengths)]
     return [Job(f"r{n}", prompt, max_tokens) for n, prompt in enumerate(prompts)]
 
@@ -86,9 +86,11 @@ def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
     jobs = [
         Job(
             name,
-            repetitive(7000 + number, (90, 180, 300)[number % 3]),
-            240 if parse(name).protect_prompt else 150,  # a budget behind the prompt
-            extra_args={"kv_policy": name},
+            repetitive(7000 + number, (120, 180, 300)[number % 3]),
+            # Where the prompt is kept, the budget comes behind it.
+            200 if parse(name).protect_prompt else 120,
+            extra_args={"kv_policy": name}
+            | ({"kv_budget": 80} if parse(name).protect_prompt else {}),
         )
         for number, name in enumerate(ALL)
     ]
@@ -222,7 +224,7 @@ def test_prompts_from_the_prefix_cache(
     values = {"policy": "tova", **VALUES, "budget": 96, "recent": 0, "interval": 8}
     cached = [repetitive(seed, 3 * BLOCK + 1) for seed in range(3)]
     late = [Job(f"c{n}", prompt, 40, 30) for n, prompt in enumerate(cached)]
-    jobs = [*jobs_of((40,), 90), *late]
+    jobs = [*jobs_of((40,), 75), *late]
     plain, _ = run(tiny_model, values, jobs)
     sizes = {"enable_prefix_caching": True, "speculative_config": method}
     with Engine(tiny_model, values, **sizes) as engine:
@@ -276,7 +278,7 @@ def test_admissions_decide_as_without_drafts(
     jobs = [
         replace(job, name=f"{name} {job.name}", extra_args={"kv_policy": name})
         for name in names
-        for job in jobs_of((40, 150, 300), 100)
+        for job in jobs_of((40, 150, 300), 80)
     ]
     plain, _ = run(model, values, jobs, trace=tmp_path / "plain")
     drafting = {"trace": tmp_path / "drafts", "speculative_config": method}

@@ -17,8 +17,8 @@ from support.worker.page_moves import (
     random_layout,
 )
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
-from vllm_kvpolicy.kernels.cuda import library
 from vllm_kvpolicy.kernels.dispatch import forced
+from vllm_kvpolicy.kernels.libraries import CUDA
 
 GPU = torch.device("cuda", 0)
 NOBODY = [(0, 0, True), (0, 0, False)]
@@ -40,7 +40,7 @@ def twin(request: pytest.FixtureRequest) -> Twin:
     """compact_pages, forced to one implementation."""
     if request.param == "cuda":
         try:
-            library.load()
+            CUDA.load()
         except ImportError as error:
             pytest.skip(str(error))
 
@@ -196,7 +196,7 @@ def test_it_waits_for_its_own_stream_and_for_nothing_else(twin: Twin) -> None:
 @pytest.mark.parametrize("wrong", ["dtype", "device", "length"])
 def test_the_cuda_twin_refuses_other_lists(wrong: str) -> None:
     try:
-        library.load()
+        CUDA.load()
     except ImportError as error:
         pytest.skip(str(error))
     slot = torch.zeros(2, dtype=torch.int64, device=GPU)

@@ -12,11 +12,14 @@ import pytest
 import torch
 
 from benchmarks.gpu.kernel_checks import poisoned
+from support.interpreter import patch_once
 from support.scattered_pages import Make
 from vllm_kvpolicy.kernels.dispatch import forced
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETS else ["test_*.py"]
+if INTERPRETS:
+    patch_once()
 
 
 @pytest.fixture(autouse=True)

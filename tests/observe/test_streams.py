@@ -57,20 +57,21 @@ def is_closed(client):
 
 
 def test_a_client_that_reads_slowly_is_not_cut_off(port, flood, monkeypatch):
-    monkeypatch.setattr(routes, "STALL_SECONDS", 2.0)
+    monkeypatch.setattr(routes, "STALL_SECONDS", 1.0)
     with (
         PlayedEngine(200),
         serving_routes(port) as server,
         open_stalled_stream(port, KEY) as client,
     ):
-        begun = behind = time.monotonic()
-        while time.monotonic() < begun + 6:
-            assert client.recv(2**16)
+        wait_until(lambda: any(waiting(server)))
+        behind = time.monotonic()
+        # Until it is behind for longer than it might take nothing: a busy machine
+        # tells so little at times that even this client is not behind.
+        while time.monotonic() < behind + 2.5:
+            assert client.recv(2**12)
             if not any(waiting(server)):
                 behind = time.monotonic()
-            time.sleep(0.002)
-        # It is behind for longer than it might take nothing.
-        assert time.monotonic() > behind + 4
+            time.sleep(0.005)
 
 
 @pytest.mark.parametrize(

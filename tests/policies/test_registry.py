@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.option_limits import limits_of
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
@@ -23,11 +24,7 @@ from vllm_kvpolicy.policies.names import (
     SELECTIONS,
     TESTS,
 )
-from vllm_kvpolicy.policies.options import (
-    kind_of,
-    limits_of,
-    valid_range,
-)
+from vllm_kvpolicy.policies.options import kind_of, valid_range
 from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.policies.testing import MovementPolicy

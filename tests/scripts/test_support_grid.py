@@ -67,7 +67,7 @@ def test_cells_follow_the_guards(monkeypatch: pytest.MonkeyPatch) -> None:
     lora, graphs = COLUMNS["LoRA"], COLUMNS["CUDA graphs"]
     found = [support_grid.cell(kind, lora) for kind in KINDS]
     assert found == ["tested", "untested", "refused", "refused", "untested"]
-    assert support_grid.cell(support_grid.EQUAL, graphs) == "H100, once"
+    assert support_grid.cell(support_grid.EQUAL, graphs) == "GPU, once"
     kept = [row for row in support_grid.REFUSALS if not row.name.startswith("LoRA")]
     monkeypatch.setattr(support_grid, "REFUSALS", kept)
     assert support_grid.cell(support_grid.FITTED, lora) == "untested"

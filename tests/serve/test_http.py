@@ -15,25 +15,17 @@ import pytest
 
 from support import monitoring
 from support.servers.servers import serving
+from support.servers.shared_server import (
+    BLOCK,
+    BUDGET,
+    HEADERS,
+    INTERVAL,
+    KEY,
+    SETTINGS,
+)
 from vllm_kvpolicy import __main__ as command
 
-BUDGET, INTERVAL, BLOCK = 96, 48, 32
 WINDOW = 32  # of AMS
-SETTINGS = f"""
-kv-policy: ams-tova
-kv-budget: {BUDGET}
-kv-interval: {INTERVAL}
-dtype: float32
-max-model-len: 1024
-max-num-seqs: 16
-kv-cache-memory-bytes: 8388608
-enforce-eager: true
-enable-prompt-tokens-details: true
-served-model-name: tiny
-kv-policy-config:
-  '{{"allow": ["streaming", "chunk-keydiff", "ams-expected"], "expected_window": 40,
-  "report_events": true}}'
-"""
 
 pytestmark = pytest.mark.serve
 
@@ -46,8 +38,11 @@ pytestmark = pytest.mark.serve
     ],
 )
 def server(request, tiny_model, tmp_path_factory):
-    """URL of a server that reads its flags from a YAML file."""
-    folder = tmp_path_factory.mktemp("serve")
+    """URL of the shared server, or of one without a live page that has two doors."""
+    if request.param == 1:
+        yield request.getfixturevalue("shared_server")
+        return
+    folder = tmp_path_factory.mktemp("doors")
     settings = folder / "serve.yaml"
     settings.write_text(SETTINGS)
     arguments = ["--config", str(settings), "--api-server-count", str(request.param)]
@@ -58,10 +53,14 @@ def server(request, tiny_model, tmp_path_factory):
 def complete(url, **fields):
     body = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "temperature": 0}
     content = json.dumps(body | fields)  # in ASCII, also half characters
-    head = {"Content-Type": "application/json"}
+    head = {"Content-Type": "application/json", **HEADERS}
     return httpx.post(
         f"{url}/v1/completions", content=content, headers=head, timeout=120
     )
+
+
+def post(url, path, body):
+    return httpx.post(f"{url}/v1/{path}", json=body, headers=HEADERS, timeout=120)
 
 
 def metric(url, name):
@@ -87,7 +86,7 @@ def test_one_long_answer_makes_events_and_returns_blocks(server):
         "max_tokens": 500,
         "ignore_eos": True,
     }
-    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=120)
+    answer = post(server, "chat/completions", body)
     assert answer.status_code == 200, answer.text
     held = answer.json()["usage"]["total_tokens"]
     # From budget + interval on, every interval; the last token is not computed. The
@@ -136,11 +135,11 @@ def test_bad_knobs_are_client_errors(server, knobs, words, stream):
 def test_bad_knobs_of_a_response_are_client_errors(server, stream):
     body = {"model": "tiny", "input": "hello", "max_output_tokens": 8}
     body |= {"stream": stream, "vllm_xargs": {"kv_budget": 60}}
-    answer = httpx.post(f"{server}/v1/responses", json=body, timeout=120)
+    answer = post(server, "responses", body)
     assert answer.status_code == 400, answer.text
     assert "kv_budget: got 60, expected at least 68" in answer.text
     body["vllm_xargs"] = {"kv_budget": 72}
-    answer = httpx.post(f"{server}/v1/responses", json=body, timeout=120)
+    answer = post(server, "responses", body)
     assert answer.status_code == 200, answer.text
 
 
@@ -148,10 +147,10 @@ def test_bad_knobs_of_a_response_are_client_errors(server, stream):
 def test_beam_search_takes_no_knobs(server, path):
     body = {"model": "tiny", "max_tokens": 4, "use_beam_search": True, "n": 2}
     body |= {"prompt": "hello", "messages": [{"role": "user", "content": "hello"}]}
-    answer = httpx.post(f"{server}/v1/{path}", json=body, timeout=120)
+    answer = post(server, path, body)
     assert answer.status_code == 200, answer.text
     body["vllm_xargs"] = {"kv_policy": "none"}
-    answer = httpx.post(f"{server}/v1/{path}", json=body, timeout=120)
+    answer = post(server, path, body)
     assert answer.status_code == 400, answer.text
     assert "kv_policy: has no effect with use_beam_search" in answer.text
 
@@ -174,7 +173,7 @@ def test_good_knobs_are_served(server, knobs):
 
 
 def test_hits_are_counted_and_salts_keep_requests_apart(server):
-    client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=300)
+    client = openai.OpenAI(base_url=f"{server}/v1", api_key=KEY, timeout=300)
 
     def ask(prompt, **extra):
         before = metric(server, "vllm:prefix_cache_hits_total")
@@ -207,7 +206,7 @@ def test_hits_are_counted_and_salts_keep_requests_apart(server):
 
 
 def test_verify_finds_it_healthy(server, capsys):
-    status = command.main(["verify", server])
+    status = command.main(["verify", server, "--api-key", KEY])
     text = capsys.readouterr().out
     assert status == 0 and "healthy (" in text, text
     states = [line.split("  ")[0] for line in text.splitlines()]
@@ -234,7 +233,7 @@ async def stream_and_hang_up(client, url, seed, limit):
 def test_disconnects_leave_the_engine_alive_and_the_pool_full(server):
     async def run():
         limit = asyncio.Semaphore(24)
-        async with httpx.AsyncClient(timeout=300) as client:
+        async with httpx.AsyncClient(timeout=300, headers=HEADERS) as client:
             jobs = [stream_and_hang_up(client, server, i, limit) for i in range(80)]
             return await asyncio.gather(*jobs)
 

@@ -13,12 +13,11 @@ import pytest
 
 from support.browser import chromium, wait_for
 from support.servers.servers import command_of, free_port, serving
+from support.servers.shared_server import BLOCK, BUDGET, HEADERS, INTERVAL, KEY
 from support.stalled import open_stalled_stream
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.serve
-BUDGET, INTERVAL, BLOCK, KEY = 96, 48, 32, "secret"
-HEADERS = {"Authorization": f"Bearer {KEY}"}
 POLICIES = ("ams-tova", "streaming", "none")
 ARGUMENTS = [
     *("--kv-policy", "ams-tova", "--kv-budget", str(BUDGET)),
@@ -68,12 +67,9 @@ class Server:
         folder = self.folder / str(self.num_starts) / "tmp"
         return list(folder.glob("vllm-kvpolicy-*"))
 
-    def get(self, path=""):
-        return httpx.get(f"{self.url}/kv_policy{path}", headers=HEADERS, timeout=60)
 
-
-@pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
+@pytest.fixture
+def own_server(tiny_model, tmp_path_factory):
     server = Server(tiny_model, tmp_path_factory.mktemp("live"))
     server.start()
     yield server
@@ -81,11 +77,15 @@ def server(tiny_model, tmp_path_factory):
         server.stop()
 
 
+def get(server, path=""):
+    return httpx.get(f"{server}/kv_policy{path}", headers=HEADERS, timeout=60)
+
+
 def ask(server, policy, tokens=1200):
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": tokens}
     body |= {"ignore_eos": True, "vllm_xargs": {"kv_policy": policy}}
     answer = httpx.post(
-        f"{server.url}/v1/completions", json=body, headers=HEADERS, timeout=300
+        f"{server}/v1/completions", json=body, headers=HEADERS, timeout=300
     )
     assert answer.status_code == 200, answer.text
 
@@ -111,7 +111,7 @@ def going_on(server, *policies):
 
 def state(server):
     """Return the rows of running requests by policy, and the pool at that time."""
-    (found,) = server.get("/requests").json()["engines"]
+    (found,) = get(server, "/requests").json()["engines"]
     return {row["policy"]: row for row in found["requests"]}, found["pool"]
 
 
@@ -124,23 +124,23 @@ def state_with_events(server):
 
 
 @pytest.mark.parametrize("path", ["", "/requests", "/requests/x", "/stream"])
-def test_data_asks_for_the_servers_key(server, path):
-    assert httpx.get(f"{server.url}/kv_policy{path}").status_code == 401
+def test_data_asks_for_the_servers_key(shared_server, path):
+    assert httpx.get(f"{shared_server}/kv_policy{path}").status_code == 401
 
 
-def test_the_overview_says_what_runs(server):
-    found = server.get().json()
+def test_the_overview_says_what_runs(shared_server):
+    found = get(shared_server).json()
     assert (found["policy"], found["budget"]) == ("ams-tova", BUDGET)
     assert "fits" in found["capacity"] and found["block_size"] == BLOCK
     assert found["versions"]["vllm"].startswith("0.32") and found["kernels"]
     assert any("vLLM" in feature for feature in found["refused"])
 
 
-def test_three_policies_are_followed_and_no_text_leaves(server):
+def test_three_policies_are_followed_and_no_text_leaves(shared_server):
     said = []
 
     def listen():
-        url = f"{server.url}/kv_policy/stream"
+        url = f"{shared_server}/kv_policy/stream"
         with httpx.stream("GET", url, headers=HEADERS, timeout=60) as answer:
             for line in answer.iter_lines():
                 said.append(line)
@@ -151,9 +151,9 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     listener = threading.Thread(target=listen)
     listener.start()
     wait_until(lambda: said)
-    with going_on(server, *POLICIES):
-        found, pool_now = wait_until(lambda: state_with_events(server))
-        detail = server.get(f"/requests/{found['ams-tova']['id']}").json()
+    with going_on(shared_server, *POLICIES):
+        found, pool_now = wait_until(lambda: state_with_events(shared_server))
+        detail = get(shared_server, f"/requests/{found['ams-tova']['id']}").json()
     assert found["none"]["held"] == found["none"]["computed"]
     for name in ("ams-tova", "streaming"):
         row = found[name]
@@ -167,7 +167,7 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     kept = sum(last["retention"]) / 64 * last["position"]
     assert kept == pytest.approx(sum(heads) / 4, abs=4)
     assert last["retention"][-1] == 1 and last["first_known"] == 0
-    wait_until(lambda: state(server)[0] == {})
+    wait_until(lambda: state(shared_server)[0] == {})
     ended.set()
     listener.join()
     events = [
@@ -176,7 +176,7 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
     ordinals = [e["ordinal"] for e in events if e["request"] == detail["id"]]
     assert ordinals == list(range(len(ordinals))) and len(ordinals) >= 6
     # An open stream is no long request of vLLM's series.
-    measured = httpx.get(f"{server.url}/metrics", headers=HEADERS).text
+    measured = httpx.get(f"{shared_server}/metrics", headers=HEADERS).text
     assert 'handler="/kv_policy/requests"' in measured
     assert 'handler="/kv_policy/stream"' not in measured
     everything = "".join(said) + json.dumps(detail)
@@ -185,22 +185,22 @@ def test_three_policies_are_followed_and_no_text_leaves(server):
 
 
 @pytest.mark.slow
-def test_the_page_asks_for_the_key_follows_requests_and_survives_a_restart(server):
+def test_the_page_asks_for_the_key_follows_requests_and_survives_a_restart(own_server):
     """While other clients have opened streams that they never read."""
-    with chromium() as browser, open_stalled_stream(server.port, KEY):
+    with chromium() as browser, open_stalled_stream(own_server.port, KEY):
         page = browser.new_page()
         page.set_default_timeout(120_000)
-        page.goto(f"{server.url}/kv_policy/live")
+        page.goto(f"{own_server.url}/kv_policy/live")
         unlock(page)
-        follow_three(server, page)
-        assert len(server.files()) == 3
-        assert server.stop() < END_SECONDS
+        follow_three(own_server.url, page)
+        assert len(own_server.files()) == 3
+        assert own_server.stop() < END_SECONDS
         page.wait_for_selector("#status[data-state=off]", timeout=180_000)
-        server.start()
+        own_server.start()
         page.wait_for_selector("#status[data-state=live]", timeout=180_000)
-        with open_stalled_stream(server.port, KEY):
-            follow_three(server, page)
-            assert server.stop(signal.SIGTERM) < END_SECONDS
+        with open_stalled_stream(own_server.port, KEY):
+            follow_three(own_server.url, page)
+            assert own_server.stop(signal.SIGTERM) < END_SECONDS
 
 
 def unlock(page):

@@ -47,13 +47,17 @@ DEAREST = (
 )
 # Their tests share nothing, so that each may run in either process.
 APART = ("kernels/test_under_the_interpreter.py", "engine/test_scheduler_simulation.py")
+# These share a server.
+TOGETHER = ("serve/test_http.py", "serve/test_live.py")
 
 
 class ByFile(LoadFileScheduling):
-    """Gives a process a file at a time, and of some files a test at a time."""
+    """Gives a process a file at a time, of some a test at a time, and two at once."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
+        if file.endswith(TOGETHER):
+            return TOGETHER[0]
         return nodeid if file.endswith(APART) else file
 
 

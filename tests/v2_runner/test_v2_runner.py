@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 TESTS = Path(__file__).parents[1]
-PROGRAM = TESTS / "support" / "engine" / "run_policies.py"
 MIN_EVENTS = 3
 TRACED = ("ams-tova", "hard-snapkv")
 # Interpreted kernels: over two minutes on a quiet machine.
@@ -25,16 +24,11 @@ pytestmark = pytest.mark.timeout(1800)
 def run(runner: str, model: Path, folder: Path, extent: list[str]) -> dict[str, Any]:
     """Run the program and return what it wrote, with the traces of TRACED."""
     output, traces = folder / f"{runner}.json", folder / runner
-    command = [
-        sys.executable,
-        str(PROGRAM),
-        runner,
-        str(model),
-        str(traces),
-        str(output),
-        *extent,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    program = [sys.executable, "-m", "support.engine.run_policies"]
+    command = [*program, runner, str(model), str(traces), str(output), *extent]
+    done = subprocess.run(
+        command, cwd=TESTS, capture_output=True, text=True, timeout=1500
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     result = json.loads(output.read_text())
     for name in TRACED:

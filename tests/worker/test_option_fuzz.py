@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from pydantic.fields import FieldInfo
 
+from support.option_limits import limits_of
 from support.sweeps import trials
 from support.worker.event_world import REQUESTS, World
 from vllm_kvpolicy.policies.names import names, parse
-from vllm_kvpolicy.policies.options import kind_of, limits_of
+from vllm_kvpolicy.policies.options import kind_of
 
 EXAMPLES = int(os.environ.get("KVPOLICY_FUZZ", trials(150)))
 # Of admissions, files are read and decisions seen by captures that the world lacks.

@@ -36,13 +36,13 @@ LEFT_OUT = (
     "_qutlass_C.abi3.so",  # needs torch >= 2.13
     "_deepselect_C.abi3.so",  # sm_100 only
     "vllm_flash_attn/_vllm_fa2_C.abi3.so",  # sm_80 and PTX, 308 MB; sm_90 uses FA3
-    "_moe_C_stable_libtorch.abi3.so",  # mixtures of experts
     "_flashmla_C.abi3.so",  # multi-head latent attention
     "_flashmla_extension_C.abi3.so",
     "_flashkda_C.abi3.so",
 )
 LIBRARIES = {  # CUDA libraries that travel, each in the archive of that name
     "vllm/_C_stable_libtorch.abi3.so": "c",
+    "vllm/_moe_C_stable_libtorch.abi3.so": "moe",
     "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so": "fa3",
 }
 Content = bytes | Path

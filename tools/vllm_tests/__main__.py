@@ -56,6 +56,7 @@ def run(group: str, mode: str) -> dict[str, Record]:
     log.write_text("")
     paths = os.pathsep.join([str(ROOT), str(FOLDER / "extras")])
     environment = {"PYTHONPATH": paths, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # engines that can be looked at
     environment["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB, in place of most of the memory
     done = subprocess.run(
         [*PYTEST, "--kv-mode", mode, "--kv-log", str(log), *chosen.GROUPS[group]],
@@ -68,8 +69,9 @@ def run(group: str, mode: str) -> dict[str, Record]:
     log.with_suffix(".txt").write_text(done.stdout)
     if done.returncode not in (0, 1):
         raise ValueError(f"{group}, {mode}: status {done.returncode}:\n{done.stdout}")
-    print(f"{group}, {mode}: {done.stdout.splitlines()[-1]}", flush=True)
-    return read(log)
+    records = read(log)
+    print(f"{group}, {mode}: {len(records)} tests", flush=True)
+    return records
 
 
 if __name__ == "__main__":

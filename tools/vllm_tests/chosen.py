@@ -2,16 +2,16 @@
 
 Left out is what needs a GPU (in tests/v1: engine/test_engine_core, test_async_llm,
 test_engine_core_client, test_abort_final_step and most of e2e), what needs the weights
-of a real model (the rest of e2e, tests/entrypoints/openai), what configures a scheduler
-with mocks in the place of numbers, of which nothing of ours can be built
+of a real model (the rest of e2e, most of tests/entrypoints: prompts, templates and
+vocabularies of models, adapters), what configures a scheduler with mocks in the place
+of numbers, of which nothing of ours can be built
 (streaming_input/test_scheduler_streaming), what wants a drafter's configuration
-(spec_decode/test_dflash_lookahead), what builds no object of ours (the rest of engine
-and core), and core/test_priority_scheduler_random: its twelve variants are of 20,000
-steps each, and how long one takes with our classes is not measured. What says nothing
-here because stock vLLM fails it, too: engine/test_preprocess_error_handling patches a
-process that only `fork` makes like its parent, and a CPU spawns; an engine of
-core/test_scheduler_e2e does not start on a CPU; test_engine_metrics (LEFT_OUT) wants a
-model that never ends an answer.
+(spec_decode/test_dflash_lookahead), and what builds no object of ours (the rest of
+engine and core). Of what says nothing here because stock vLLM fails it, too, these are
+left out as well: engine/test_preprocess_error_handling patches a process that only
+`fork` makes like its parent, and a CPU spawns; an engine of core/test_scheduler_e2e
+does not start on a CPU; test_engine_metrics (LEFT_OUT) wants a model that never ends an
+answer.
 """
 
 CONFIGURATIONS, ENGINES = "configurations", "engines"
@@ -22,6 +22,7 @@ GROUPS = {
         "tests/v1/core/test_prefix_caching.py",
         "tests/v1/core/test_prefix_replay.py",
         "tests/v1/core/test_priority_preemption_bug.py",
+        "tests/v1/core/test_priority_scheduler_random.py",
         "tests/v1/core/test_scheduler.py",
         "tests/v1/core/test_single_type_kv_cache_manager.py",
         "tests/v1/core/test_swa_inflight_window_free.py",
@@ -32,8 +33,11 @@ GROUPS = {
     ENGINES: (
         "tests/v1/core/test_reset_prefix_cache_e2e.py",
         "tests/v1/engine/test_llm_engine.py",
+        "tests/entrypoints/llm/test_chat.py",
+        "tests/entrypoints/llm/test_generate.py",
+        "tests/v1/sample/test_sampling_params_e2e.py",
     ),
 }
 """Of schedulers and block managers, where models are configurations without weights; of
-whole engines, where every model is the packaged one."""
+whole engines in the process of the tests, where every model is the packaged one."""
 LEFT_OUT = ("tests/v1/engine/test_llm_engine.py::test_engine_metrics",)

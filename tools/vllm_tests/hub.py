@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.vllm_tests.chosen import ENGINES
+from tools.vllm_tests import chosen
 from tools.vllm_tests.source import ROOT
 
 CHECKPOINT = ROOT / "reasoner" / "checkpoint"
@@ -41,6 +41,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 # Models of the tests that start engines.
 SERVED = (
     "Qwen/Qwen3-0.6B",
+    "distilbert/distilgpt2",
     "facebook/opt-125m",
     "hmellor/tiny-random-LlamaForCausalLM",
     "meta-llama/Llama-3.2-1B-Instruct",
@@ -52,15 +53,15 @@ def make(folder: Path, group: str) -> None:
 
     Args:
         folder: of the cache.
-        group: of tests; for ENGINES every model is the packaged one.
+        group: of tests; for CONFIGURATIONS no model has weights.
     """
-    for name in SERVED if group == ENGINES else CONFIGURATIONS:
+    for name in CONFIGURATIONS if group == chosen.CONFIGURATIONS else SERVED:
         base = folder / "hub" / f"models--{name.replace('/', '--')}"
         snapshot = base / "snapshots" / REVISION
         shutil.rmtree(base, ignore_errors=True)
         (base / "refs").mkdir(parents=True)
         (base / "refs" / "main").write_text(REVISION)
         shutil.copytree(CHECKPOINT, snapshot)
-        if group != ENGINES:
+        if group == chosen.CONFIGURATIONS:
             (snapshot / "model.safetensors").unlink()
             (snapshot / "config.json").write_text(json.dumps(CONFIGURATIONS[name]))

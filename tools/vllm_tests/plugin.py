@@ -64,18 +64,17 @@ class Plugin:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Iterator[None]:
         """Look at what the schedulers of a test hold when it has passed."""
-        schedulers = self.swaps.schedulers if self.swaps else []
+        swaps = self.swaps
         try:
             result = yield
+            schedulers = [*swaps.schedulers, *swaps.engines] if swaps else []
             found = [leak for each in schedulers for leak in leaks.find(each)]
             if found:
                 pytest.fail(f"leaks: {found}", pytrace=False)
             return result
         finally:
-            for each in schedulers:
-                self.record.events += each.kv_policy_planner.num_events
-                each.kv_policy_counters.file.remove()
-            schedulers.clear()
+            if swaps:
+                self.record.events = swaps.close()
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note how a test went."""

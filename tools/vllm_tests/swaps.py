@@ -14,6 +14,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tools.vllm_tests.record import Record
@@ -64,6 +65,7 @@ class Swaps:
     Attributes:
         record: of the test that runs.
         schedulers: that it has built.
+        engines: schedulers of all engines so far, with their events in earlier tests.
         classes: what takes the place of vLLM's classes, by these.
     """
 
@@ -71,6 +73,7 @@ class Swaps:
         self.policy = policy
         self.record = Record("")
         self.schedulers: list[Any] = []
+        self.engines: dict[Any, int] = {}
         own = KVPolicyScheduler, KVPolicyAsyncScheduler
         builders = {
             Scheduler: partial(self._scheduler, Scheduler, own[0]),
@@ -105,10 +108,20 @@ class Swaps:
     def serve(self) -> None:
         """Give the policy to engines that tests start."""
         load_general_plugins()
+        build = EngineCore.__init__
+
+        def __init__(core: EngineCore, *args: Any, **kwargs: Any) -> None:
+            build(core, *args, **kwargs)
+            self.engines[core.scheduler] = 0
+
+        EngineCore.__init__ = __init__
         create = EngineArgs.create_engine_config
 
         def create_engine_config(args: EngineArgs, *rest: Any, **kwargs: Any) -> Any:
             args.additional_config |= {CONFIG_KEY: self.policy}
+            # VllmRunner, which most of these tests start, turns the first off, which a
+            # policy refuses, and has pages of 128 tokens, more than a budget of MODES.
+            args.enable_chunked_prefill = args.block_size = None
             try:
                 vllm_config = create(args, *rest, **kwargs)
             except ValueError as error:
@@ -119,6 +132,17 @@ class Swaps:
             return vllm_config
 
         EngineArgs.create_engine_config = create_engine_config
+
+    def close(self) -> int:
+        """Forget the schedulers of a test that ends; return how many events it had."""
+        events = sum(each.kv_policy_planner.num_events for each in self.schedulers)
+        for scheduler in self.schedulers:
+            scheduler.kv_policy_counters.file.remove()
+        self.schedulers.clear()
+        for scheduler, earlier in self.engines.items():
+            self.engines[scheduler] = scheduler.kv_policy_planner.num_events
+            events += self.engines[scheduler] - earlier
+        return events
 
     def _bounded(self, kv_cache_config: Any) -> Any | None:
         """Return a test's configuration with bounded full attention, if it can be."""

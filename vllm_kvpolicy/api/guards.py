@@ -385,7 +385,8 @@ REFUSALS = (
     Refusal(
         "speculative decoding on GPUs",
         both(speculates, is_on_gpu),
-        "leave out --speculative-config: no GPU has run a policy with drafts",
+        "leave out --speculative-config: on GPUs policies with drafts have passed one "
+        "check only, in float32",
     ),
     Refusal(
         "speculative decoding with what measures each token ({measures_tokens})",
@@ -446,8 +447,8 @@ REFUSALS = (
     Refusal(
         "sliding-window layers on GPUs",
         both(_mixes_windows, is_on_gpu),
-        "serve a model whose layers all attend to the whole context: no GPU has run a "
-        "policy beside windows",
+        "serve a model whose layers all attend to the whole context: on GPUs policies "
+        "beside windows have passed one check only, in float32",
     ),
     Refusal(
         "layers other than full attention and sliding windows",

@@ -38,7 +38,7 @@ def page_tables(
     frontier_blocks: torch.Tensor,
     block_size: int,
 ) -> None:
-    """A thread per entry."""
+    """Launches one thread per entry of a table."""
     batch = tables, lengths, rows, block_table, seq_lens
     survivors = global_blocks, num_global, frontier_blocks
     CUDA.load().page_tables(*batch, *survivors, block_size)

@@ -8,7 +8,6 @@ plain data: strings are files, choices are `Literal`, None stands for a default 
 file or the model names.
 """
 
-import math
 from dataclasses import dataclass
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -149,7 +148,7 @@ def valid_range(field: FieldInfo) -> str:
     checks = [rule.func for rule in rules if isinstance(rule, AfterValidator)]
     noun = "an integer" if kind is int else "a number"
     noun = "an odd integer" if _odd in checks else noun
-    low, high, end = (_bound(rules, name) for name in ("ge", "le", "lt"))
+    low, high, end = (bound_of(rules, name) for name in ("ge", "le", "lt"))
     if high is None and end is None:
         words = noun if low is None else f"{noun} >= {low}"
     else:
@@ -174,16 +173,7 @@ def kind_of(field: FieldInfo) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def limits_of(field: FieldInfo) -> tuple[float, float]:
-    """Return the smallest and the largest valid value of a number."""
-    low, high, end = (_bound(field.metadata, name) for name in ("ge", "le", "lt"))
-    if high is None and end is not None:
-        high = math.nextafter(end, -math.inf)
-    assert low is not None and high is not None  # every number has both
-    return low, high
-
-
-def _bound(rules: list[Any], name: str) -> float | None:
+def bound_of(rules: list[Any], name: str) -> float | None:
     """Return a limit among a field's rules: "ge", "le" or "lt"."""
     found = (getattr(rule, name, None) for rule in rules)
     return next((limit for limit in found if limit is not None), None)

@@ -22,7 +22,7 @@ from benchmarks.gpu.engine import ENVIRONMENT
 from benchmarks.gpu.record import ROOT, machine
 from benchmarks.printing import table
 
-JOBS = 4  # groups at a time
+JOBS = 6  # groups at a time
 GRACE_SECONDS = 5.0
 MAX_DETAIL = 160
 TESTS = "tests"  # beside ROOT: groups use what tests share
@@ -114,6 +114,11 @@ GROUPS = {
         )
     ),
     "flashinfer": _ours("engines:check_flashinfer"),
+    "words": _ours("features:check_words", **IEEE),
+    **{
+        name: _ours("features:check_feature", name, **IEEE)
+        for name in ("ngram", "windows", "sinks", "runner")
+    },
 }
 
 

@@ -8,6 +8,7 @@ is known beside all that, from plain lists.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from support.attention.scene import POISON, Layers, Request, Shape
-from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, own_config
 from vllm_kvpolicy.protocol import StepCommands
 from vllm_kvpolicy.worker.setup import prepare
 from vllm_kvpolicy.worker.transfer import to_device
@@ -61,12 +62,16 @@ class FoldedScene(Layers):
     def _start(self) -> None:
         """Make layers, runtime, cache and builder, in the order of a worker."""
         shape, device = self.shape, self.device
+        # Of this scene alone: builders ask it for the policy.
+        self.config = copy(self.config)
+        self.config.additional_config = {CONFIG_KEY: POLICY}
         with set_current_vllm_config(self.config):
             self.layers = [self.make_layer(name) for name in NAMES]
             policy = KVPolicyConfig.from_dict(POLICY)
             model = torch.nn.Module()
             setup = prepare(self.config, policy, model, self.layers, device)
             self.builder = self.make_builder(NAMES)
+        assert own_config(self.config).is_ragged  # FlashAttention's builder asks it
         size = (LAYERS, self.num_blocks, shape.heads, shape.block, 2 * shape.dim)
         self.cache = torch.zeros(size, dtype=shape.dtype, device=device)
         for layer, cache in zip(self.layers, self.cache, strict=True):

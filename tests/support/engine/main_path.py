@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FrameType
@@ -40,6 +41,7 @@ class Walk:
         self.phase = "start"
         self.called: dict[str, list[str]] = {"start": [], "serve": []}
         self.stacks: set[tuple[str, ...]] = set()
+        self.module_of = cache(self._module_of)
 
     def on_call(self, frame: FrameType, event: str, arg: Any) -> None:
         """Take down one call; a trace function."""
@@ -51,7 +53,7 @@ class Walk:
         if self.phase == "serve" and module.startswith("kernels."):
             self.stacks.add(tuple(self._stack(frame)))
 
-    def module_of(self, code: CodeType) -> str | None:
+    def _module_of(self, code: CodeType) -> str | None:
         """Return the module of one of the package's functions, None for others."""
         is_function = code.co_flags & inspect.CO_OPTIMIZED
         if not is_function or not code.co_filename.startswith(self.root):
@@ -64,8 +66,8 @@ class Walk:
         caller: FrameType | None = frame.f_back
         while caller is not None:
             code = caller.f_code
-            is_ours = code.co_filename.startswith(self.root)
-            if is_ours and not code.co_flags & inspect.CO_OPTIMIZED:
+            is_function = code.co_flags & inspect.CO_OPTIMIZED
+            if not is_function and code.co_filename.startswith(self.root):
                 return True
             caller = caller.f_back
         return False

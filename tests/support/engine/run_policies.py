@@ -4,7 +4,8 @@ Called as a program by test_v2_runner, because `v2` changes the process for good
 Triton's interpreter stands in for a GPU, and vLLM is told to use Triton attention on
 the CPU platform. float32 only, tiny models only.
 
-Usage: python run_policies.py v1|v2 MODEL_DIR TRACE_DIR OUTPUT.json [all]
+Usage, in tests/:
+    python -m support.engine.run_policies v1|v2 MODEL TRACES OUTPUT.json [all]
 """
 
 import json
@@ -25,6 +26,8 @@ import triton  # noqa: E402
 from triton import backends  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.driver import DriverBase  # noqa: E402
+
+from support.interpreter import patch_once  # noqa: E402
 
 BLOCK_SIZE = 32
 NUM_TOKENS = 12
@@ -98,6 +101,7 @@ def install(attention_backend: str) -> None:
     properties = SimpleNamespace(
         multi_processor_count=8, name="interpreter", major=9, minor=0
     )
+    patch_once()
     torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
     torch.cuda.get_device_properties = lambda *args, **kwargs: properties
     from vllm.platforms import current_platform

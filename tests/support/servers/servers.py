@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 START_SECONDS = 420
 STOP_SECONDS, END_SECONDS = 60, 10  # of the server, and then of its engines
@@ -71,6 +72,9 @@ def started(
     command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
     environment = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment |= {"HF_HUB_OFFLINE": "1", "TMPDIR": short}
+    # In an empty folder torch would first compile its headers, for a minor function.
+    environment |= {"TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
     with (folder / "log").open("w") as output:
         process = subprocess.Popen(
             [*command, *arguments], stdout=output, stderr=output, env=environment
