@@ -350,8 +350,9 @@ class Entry:
         self, request_id: str, state: RequestState, levels: np.ndarray
     ) -> bool:
         """Return whether there is room beside all others at their floors."""
-        floor = self.pressure.floor(request_id, state)
-        return self.pressure.fits_by_floors(max(self._soon(state, levels), floor))
+        return self.pressure.fits_by_floors(
+            self.pressure.floor(request_id, state), self._soon(state, levels)
+        )
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
@@ -491,6 +492,8 @@ class Entry:
         known = request.num_tokens + request.num_output_placeholders
         step = min(max(known - state.computed, 1), self.step_tokens)
         missing = manager.num_needed(request_id, end, step)
+        if end < last and state.is_uncalled:
+            missing += state.footprint.window_blocks
         if state.ordinal or state.due:
             return missing
         return missing + manager.num_shared(request_id)

@@ -58,8 +58,6 @@ class RequestPlan:
         """
         if not self.takes_hits:
             return 0
-        if self.is_called:
-            return num_cached
         block_size = self.footprint.block_size
         before = max(self.footprint.window_tokens, self.num_drafts)
         last = self.first_event - before - 1
@@ -124,6 +122,11 @@ class RequestState:
         """When the request has events and what it holds between them."""
         return self.plan.footprint
 
+    def usable_hit(self, num_cached: int) -> int:
+        """Return how many cached tokens the request takes: all, where none is near."""
+        is_whole = self.plan.is_called and self.plan.takes_hits and self.folds is None
+        return num_cached if is_whole else self.plan.usable_hit(num_cached)
+
     def next_event(self, position: int) -> int:
         """Return the first event position >= `position`; NO_STEP where none is known."""
         events = self.footprint.events
@@ -145,10 +148,16 @@ class RequestState:
         return self.first_passed if self.ordinal else self.next_event(0)
 
     @property
+    def is_uncalled(self) -> bool:
+        """Whether events are called for and none is known to come."""
+        return self.plan.is_called and self.next_event(self.computed) == NO_STEP
+
+    @property
     def spacing(self) -> int:
         """Fewest tokens between two called events, and that one drops."""
-        events = self.footprint.events
-        return max(events.interval // 4, 2 * events.window_tokens, 1)
+        events, size = self.footprint.events, self.footprint.block_size
+        least = max(events.interval // 4, 2 * events.window_tokens, size)
+        return min(least, events.interval)
 
     @property
     def soonest_call(self) -> int:
@@ -158,11 +167,9 @@ class RequestState:
 
     @property
     def soonest_release(self) -> int:
-        """Where it could give superblocks back if called now; NO_STEP for nowhere."""
-        position = self.soonest_call
-        held = position - self.dropped_tokens
-        is_worth = held - self.footprint.events.budget >= self.spacing
-        return position if is_worth else NO_STEP
+        """First position at which a call could give superblocks back."""
+        least = self.footprint.events.budget + self.spacing  # tokens held there
+        return max(self.soonest_call, self.dropped_tokens + least)
 
     def budget_at(self, position: int) -> int:
         """Return the tokens per KV head that an event leaves."""
@@ -312,9 +319,7 @@ class Planner:
         event = state.next_event(max(state.computed, state.passed + 1))
         if event == state.computed and request_id not in self._late:
             event = state.next_event(event + 1)
-        if event == NO_STEP and state.plan.is_called:
-            return state.soonest_release
-        return event
+        return state.soonest_release if state.is_uncalled else event
 
     def record(
         self,

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from vllm_kvpolicy.block_manager.forecast import Forecast
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
-from vllm_kvpolicy.events import NO_STEP, after_event
+from vllm_kvpolicy.events import NO_STEP, after_any_event, after_event
 
 GROWTH, ENTERING, PRIORITY = "growth", "entering", "priority"  # causes of calls
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
@@ -39,6 +39,21 @@ class Demand:
 
     num_blocks: int
     priority: int
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Superblocks of a request that is cut to its floor as often as it may be.
+
+    Args:
+        mean: that it holds on the average; others are cut at other times.
+        least: that it holds just after an event, wherever that lies.
+        stretch: that it takes from there to its next event.
+    """
+
+    mean: float
+    least: int
+    stretch: int
 
 
 @dataclass
@@ -73,7 +88,7 @@ class Pressure:
     level: int | None = None
     num_calls: Counter[str] = field(default_factory=Counter)
     _demand: Demand | None = None
-    _floors: dict[str, float] = field(default_factory=dict)
+    _floors: dict[str, Floor] = field(default_factory=dict)
 
     is_on: bool = False
 
@@ -94,34 +109,32 @@ class Pressure:
     def reserve(self) -> int:
         """Superblocks for query windows that may be called for beside those that are.
 
-        As many as are open at once on the average.
+        As many as are open at once on the average, and one at least.
         """
         if not self.window_tokens:
             return 0
-        shares, called = 0.0, 0
+        shares, called, most = 0.0, 0, 0
         for state in map(self.planner.states.__getitem__, self.running):
             footprint = state.footprint
             share = footprint.window_tokens / footprint.events.interval
             shares += share * footprint.window_blocks
             called += footprint.window_blocks * (state.call is not None)
-        return max(math.ceil(shares) - called, 0)
+            most = max(most, footprint.window_blocks)
+        return max(math.ceil(shares) - called, most - called, 0)
 
-    def floor(self, request_id: str, state: RequestState) -> float:
-        """Return the superblocks that a request holds at its floor, on the average.
-
-        It is cut there as often as it may be, and others at other times.
-        """
+    def floor(self, request_id: str, state: RequestState) -> Floor:
+        """Return what a request holds that is cut to its floor as often as it may be."""
         footprint, last = state.footprint, self.last[request_id]
         if not state.plan.is_called:
-            return footprint.peak_blocks(last)
-        least = held_at_floor(
-            footprint.events.budget,
-            footprint.recent,
-            state.spacing,
-            footprint.block_size,
-        )
+            peak = footprint.peak_blocks(last)
+            return Floor(peak, peak, 0)
+        whole, window = footprint.blocks(last), footprint.window_blocks
+        at = footprint.events.budget, footprint.recent, state.spacing
         share = footprint.window_tokens / state.spacing  # of the time one is open
-        return min(least + share * footprint.window_blocks, footprint.blocks(last))
+        mean = min(held_at_floor(*at, footprint.block_size) + share * window, whole)
+        after = (after_any_event(*at[:2], s, footprint.block_size) for s in (0, at[2]))
+        least, most = (min(each, whole) for each in after)
+        return Floor(mean, least, most - least + window * (most < whole))
 
     def enters(self, request_id: str, state: RequestState) -> None:
         """Count the floor of a request that has entered."""
@@ -131,14 +144,20 @@ class Pressure:
         """Forget a request that has ended or is preempted."""
         self._floors.pop(request_id, None)
 
-    def fits_by_floors(self, num_blocks: float) -> bool:
+    def fits_by_floors(self, floor: Floor, num_blocks: int) -> bool:
         """Return whether calls could make room for a request.
 
+        On the average, and so that always one of them gets to its next event.
+
         Args:
+            floor: of the request.
             num_blocks: that it holds while it computes its prompt.
         """
-        taken = sum(self._floors.values()) + self.unforeseen()
-        return taken + num_blocks <= self.manager.num_usable
+        floors = [*self._floors.values(), floor]
+        mean = sum(each.mean for each in floors) + max(num_blocks - floor.mean, 0)
+        least = sum(each.least for each in floors) + max(num_blocks - floor.least, 0)
+        least += max(each.stretch for each in floors)
+        return max(mean, least) + self.unforeseen() <= self.manager.num_usable
 
     def ask(self, num_blocks: int, priority: int) -> None:
         """Ask for room for a request that waits; the next step calls for it."""

@@ -28,7 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvpolicy.block_manager.counting import CountingMixin
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import own_manager
-from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
+from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan, RequestState
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.config_keys import PRESSURE
@@ -242,7 +242,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             return self.kv_cache_manager.empty_kv_cache_blocks, 0, 0, False
         found = super()._get_local_prefix_cache_hit(request, *limits)
         if state is not None:
-            found = self._cut_hit(request, state.plan, *found)
+            found = self._cut_hit(request, state, *found)
         own = found[0].blocks[self.kv_policy_manager.kv_cache_group_id]
         leaving = self._outranked(request)
         self.kv_policy_entry.note_hit(request.request_id, own, leaving)
@@ -251,7 +251,7 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _cut_hit(
         self,
         request: Request,
-        plan: RequestPlan,
+        state: RequestState,
         blocks: KVCacheBlocks,
         num_cached: int,
         junction: int,
@@ -268,8 +268,8 @@ class KVPolicySchedulerMixin(CountingMixin):
             blocks: found in the cache, by group.
             junction: end of a longer prefix, where full attention has one; else 0.
         """
-        usable, cache = plan.usable_hit(num_cached), self.kv_cache_manager
-        most = plan.usable_hit(max(junction, num_cached))
+        usable, cache = state.usable_hit(num_cached), self.kv_cache_manager
+        most = state.usable_hit(max(junction, num_cached))
         if usable < num_cached and self.kv_policy_manager.sliding.managers:
             hit, usable, _ = cache.coordinator.find_longest_cache_hit(
                 request.block_hashes, usable
@@ -383,11 +383,14 @@ class KVPolicySchedulerMixin(CountingMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
         """Take the step's results, the workers' answers to events first."""
-        for used in getattr(model_runner_output, "kv_policy_answers", ()):
+        answers = getattr(model_runner_output, "kv_policy_answers", ())
+        for used in answers:
             self.kv_policy_manager.give_back_surplus(used)
-            if self.kv_policy_entry.calls_events:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.kv_policy_entry.calls_events:
+            for used in answers:
                 self.kv_policy_entry.rebook(used.request_id)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        return outputs
 
     def _count(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager

@@ -35,6 +35,7 @@ from support.engine.simulator_windows import WindowCheck
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.api.request_guards import check_params
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
@@ -289,6 +290,7 @@ class Simulation:
             is_ragged=info.is_ragged(options),
             is_dynamic=options.get("hard_mode") == "dynamic"
             or info.admission is not None,
+            is_called=policy.events == PRESSURE and not info.is_unbounded,
         )
 
     def _abort(self) -> None:
@@ -427,7 +429,8 @@ class Simulation:
                 # Drafts that are rejected have taken superblocks all the same.
                 most, end = max(held, earlier[0]), max(end, earlier[1])
                 self.peaks[request_id] = most, end
-                if state is not None and self.rng.random() < 0.05:
+                is_fixed = not self.asked[request_id].is_called
+                if state is not None and is_fixed and self.rng.random() < 0.05:
                     bound = planner.peak_blocks(request_id, end)
                     check(most <= bound, request_id, "held", most, "bound", bound)
         owned += self.windows.owned()
@@ -450,10 +453,13 @@ class Simulation:
         if not end:
             return
         expected = -(-end // self.scenario.block_size)
-        if asked.plan is not None:
+        if asked.is_called:
+            expected += asked.window_blocks
+        elif asked.plan is not None:
             expected = asked.footprint(self.scenario.block_size).peak_blocks(end)
-            self.totals["incarnations"] += 1
-        fits = held <= expected if asked.is_dynamic else held == expected
+        self.totals["incarnations"] += asked.plan is not None
+        is_bound = asked.is_dynamic or asked.is_called
+        fits = held <= expected if is_bound else held == expected
         check(fits, request_id, "held", held, "of", expected, "at", end)
 
     def _check_empty(self) -> None:

@@ -143,12 +143,14 @@ class CacheCheck:
         """Check from now on what is offered to the cache and what is taken from it."""
         look_up = scheduler._get_local_prefix_cache_hit
         for manager in managers_of(scheduler):
-            self._watch_offers(manager, asked)
+            self._watch_offers(manager, asked, scheduler.kv_policy_planner.states)
 
         def checked(request: Any, *limits: Any) -> Any:
             found = look_up(request, *limits)
             name = request.request_id
-            expected = self._hit(asked[name], request.num_tokens)
+            state = scheduler.kv_policy_planner.states.get(name)
+            is_whole = state is not None and state.plan.is_called and not state.folds
+            expected = self._hit(asked[name], request.num_tokens, is_whole)
             check(found[1] == expected, name, "hits", found[1], "instead of", expected)
             lengths = {len(blocks) * self.block_size for blocks in found[0].blocks}
             check(lengths == {found[1]}, "blocks of hit")
@@ -156,25 +158,35 @@ class CacheCheck:
 
         scheduler._get_local_prefix_cache_hit = checked
 
-    def _watch_offers(self, manager: Any, asked: Mapping[str, Asked]) -> None:
+    def _watch_offers(
+        self, manager: Any, asked: Mapping[str, Asked], states: Mapping[str, Any]
+    ) -> None:
         stock = manager.cache_blocks
 
         def noting(request: Any, *args: Any, **options: Any) -> None:
             stock(request, *args, **options)
             name = request.request_id
-            self._note(name, manager.req_to_blocks[name], asked[name])
+            last = None
+            if asked[name].is_called:
+                last = states[name].first_event
+            elif asked[name].plan is not None:
+                last = asked[name].plan.next_event(1)
+            self._note(name, manager.req_to_blocks[name], asked[name], last)
 
         manager.cache_blocks = noting
 
-    def _hit(self, asked: Asked, num_tokens: int) -> int:
+    def _hit(self, asked: Asked, num_tokens: int, is_whole: bool) -> int:
         """Return how many tokens a request should take from the cache.
 
         Its last token is always computed; under a policy, the queries that the first
         event reads and the token before them, too. Groups with a window need the
         superblocks that it reaches back to.
+
+        Args:
+            is_whole: no event comes before one is called for.
         """
         size, limit = self.block_size, num_tokens - 1
-        if asked.plan is not None:
+        if asked.plan is not None and not is_whole:
             before = max(asked.window, self.num_drafts)
             limit = min(limit, asked.plan.next_event(1) - before - 1)
         cached = {
@@ -190,17 +202,22 @@ class CacheCheck:
                 return size * length
         return 0
 
-    def _note(self, request_id: str, blocks: Sequence[Any], asked: Asked) -> None:
-        """Remember what the cached superblocks of a request have to hold."""
+    def _note(
+        self, request_id: str, blocks: Sequence[Any], asked: Asked, last: int | None
+    ) -> None:
+        """Remember what the cached superblocks of a request have to hold.
+
+        Args:
+            last: position of its first event; None for none.
+        """
         size = self.block_size
         for index, block in enumerate(blocks):
             known = self._expected.get(block.block_id, (None,))[0]
             if block.block_hash is None or block.block_hash == known:
                 continue
             end = (index + 1) * size
-            if asked.plan is not None:
-                last = asked.plan.next_event(1)
-                check(end <= last, request_id, "caches past its event", end, last)
+            is_whole = last is None or end <= last
+            check(is_whole, request_id, "caches past its event", end, last)
             codes = asked.codes[end - size : end]
             self._expected[block.block_id] = block.block_hash, codes
 

@@ -29,7 +29,7 @@ class ForecastCheck:
         self.asked, self.totals = asked, totals
         if not scenario.foresees:
             admission = scheduler.kv_policy_entry
-            admission.admits = lambda *request: True
+            admission.admits = lambda request, computed, num_new, *_: num_new
             admission.allowed = lambda request, computed, num_new, victim: num_new
 
     def check(self, output: Any) -> None:

@@ -43,6 +43,8 @@ class Asked:
         keeps_all: there is no budget; unless dynamic, events permute and drop nothing.
         is_ragged: heads hold different numbers of pages, anywhere in the superblocks.
         is_dynamic: they need not fill the destinations.
+        is_called: events come when the scheduler calls for them, at any position, and
+            the budget of the plan is the least that one leaves.
         codes: of each position, which say what its keys and values depend on; None
             where every incarnation has codes of its own.
     """
@@ -57,6 +59,7 @@ class Asked:
     keeps_all: bool = False
     is_ragged: bool = False
     is_dynamic: bool = False
+    is_called: bool = False
     codes: np.ndarray | None = None
 
     def footprint(self, block_size: int) -> Footprint:
