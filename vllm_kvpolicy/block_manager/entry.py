@@ -274,6 +274,8 @@ class Entry:
         state = self.planner.states[request.request_id]
         levels, offset = self._levels(request, state, computed, num_new)
         self.forecast.book(request.request_id, levels, offset)
+        if booking.offset is None and state.plan.is_called:
+            self.pressure.enters(request.request_id, state)
 
     def rebook(self, request_id: str) -> None:
         """Book a running request anew before its turn, because its events changed."""
@@ -496,7 +498,11 @@ class Entry:
             missing += state.footprint.window_blocks
         if state.ordinal or state.due:
             return missing
-        return missing + manager.num_shared(request_id)
+        shared = manager.num_shared(request_id)
+        if shared and state.plan.is_called:
+            own = state.footprint.frontier_blocks(end) - shared
+            shared = min(max(state.num_dest(end) - own, 0), shared)
+        return missing + shared
 
     def is_bounded(self, request_id: str) -> bool:
         """Return whether it is known what a request will hold."""

@@ -148,6 +148,11 @@ class RequestState:
         return self.first_passed if self.ordinal else self.next_event(0)
 
     @property
+    def is_folding(self) -> bool:
+        """Whether it has events as inside a prompt, and is still there."""
+        return self.folds is not None and self.computed < self.folds[1]
+
+    @property
     def is_uncalled(self) -> bool:
         """Whether events are called for and none is known to come."""
         return self.plan.is_called and self.next_event(self.computed) == NO_STEP

@@ -19,7 +19,7 @@ from itertools import accumulate
 import numpy as np
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.forecast import Forecast
+from vllm_kvpolicy.block_manager.forecast import Forecast, course_peak
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
 from vllm_kvpolicy.events import NO_STEP, after_any_event, after_event
@@ -134,10 +134,14 @@ class Pressure:
         mean = min(held_at_floor(*at, footprint.block_size) + share * window, whole)
         after = (after_any_event(*at[:2], s, footprint.block_size) for s in (0, at[2]))
         least, most = (min(each, whole) for each in after)
-        return Floor(mean, least, most - least + window * (most < whole))
+        stretch = most - least + window * (most < whole)
+        if state.is_folding:
+            inside = course_peak(footprint, state.course(), state.folds[1])
+            mean, least = max(mean, inside), max(least, inside)
+        return Floor(mean, least, stretch)
 
     def enters(self, request_id: str, state: RequestState) -> None:
-        """Count the floor of a request that has entered."""
+        """Count the floor of a request that has entered, or begins its answer."""
         self._floors[request_id] = self.floor(request_id, state)
 
     def leaves(self, request_id: str) -> None:
