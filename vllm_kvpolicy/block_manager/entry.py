@@ -104,6 +104,7 @@ class Entry:
 
     Args:
         step_tokens: most tokens that a step computes.
+        max_running: most requests that run at once.
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
         watermark: superblocks that vLLM wants to be free behind one that enters.
@@ -121,6 +122,7 @@ class Entry:
     manager: KVPolicyManager
     max_model_len: int
     step_tokens: int
+    max_running: int
     late_steps: int
     by_priority: bool = False
     watermark: int = 0
@@ -155,7 +157,10 @@ class Entry:
             self._running,
             self._last,
             rebook=self.rebook,
+            expected=self._expected,
             unforeseen=lambda: self._unforeseen(self.manager.num_taken, NOBODY),
+            step_tokens=self.step_tokens,
+            max_running=self.max_running,
             late_steps=self.late_steps,
             window_tokens=self.window_tokens,
             by_priority=self.by_priority,
@@ -246,7 +251,7 @@ class Entry:
             fits = fits or self._fits_by_floors(*known, levels)
             if not (fits and self._fits(levels, leaving)):
                 if fits and state.plan.is_called:
-                    self.pressure.ask(self._soon(state, levels), request.priority)
+                    self.pressure.ask(request_id, self._soon(state, levels))
                 self.num_held_back += 1
                 return 0
             self.forecast.book(request_id, levels, offset)
@@ -352,9 +357,8 @@ class Entry:
         self, request_id: str, state: RequestState, levels: np.ndarray
     ) -> bool:
         """Return whether there is room beside all others at their floors."""
-        return self.pressure.fits_by_floors(
-            self.pressure.floor(request_id, state), self._soon(state, levels)
-        )
+        floor = self.pressure.floor(state, self._last[request_id])
+        return self.pressure.floors().fits(floor, self._soon(state, levels))
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
@@ -371,6 +375,11 @@ class Entry:
         has_events = self.planner.states[request_id].ordinal
         return 0 if has_events or step >= until else num_shared
 
+    def _expected(self, request: Request) -> int:
+        """Return how many tokens a request will have, prompt and answer."""
+        expected = self.lengths.expected_of(request) + self.num_drafts
+        return min(request.num_prompt_tokens + expected, self.max_model_len)
+
     def _levels(
         self, request: Request, state: RequestState, computed: int, num_new: int
     ) -> tuple[np.ndarray, int | None]:
@@ -382,9 +391,8 @@ class Entry:
         footprint = state.footprint
         known = request.num_tokens + request.num_output_placeholders
         end = min(computed + num_new, known)  # drafts may be rejected
-        expected = self.lengths.expected_of(request) + self.num_drafts
-        expected = min(request.num_prompt_tokens + expected, self.max_model_len)
-        last = max(expected - 1, computed + num_new)  # an answer's last token is not
+        # An answer's last token is not computed.
+        last = max(self._expected(request) - 1, computed + num_new)
         self._last[request.request_id] = last
         if end < known:
             num_steps = -(-(known - computed) // self.step_tokens) + last - known

@@ -184,10 +184,10 @@ class Forecast:
                 load[: len(coming)] -= coming
         return int(load.max())
 
-    def soon(self, last: int, first: int = 0) -> int:
-        """Return the most that is booked for the steps `first` to `last` from here."""
+    def ahead(self, last: int) -> np.ndarray:
+        """Return [last + 1] int64, or less: what is booked for the steps from here."""
         start = self.step - self._first
-        return int(self._load[start + first : start + last + 1].max(initial=0))
+        return self._load[start : start + last + 1]
 
     def most(self) -> int:
         """Return the most that is booked for a step from this one on."""

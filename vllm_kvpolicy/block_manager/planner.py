@@ -166,8 +166,12 @@ class RequestState:
 
     @property
     def soonest_call(self) -> int:
-        """First position at which an event can be called for: its window has to fill."""
-        soonest = self.computed + self.footprint.window_tokens
+        """First position at which an event can be called for.
+
+        Its window has to fill, and drafts of the last step may lie before it.
+        """
+        before = max(self.footprint.window_tokens, self.plan.num_drafts)
+        soonest = self.computed + before
         return max(soonest, self.passed + self.spacing) if self.ordinal else soonest
 
     @property

@@ -11,10 +11,11 @@ unless all are at their floors.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import Any
 
 import numpy as np
 from vllm.v1.request import Request
@@ -30,15 +31,14 @@ SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they fin
 
 @dataclass(frozen=True)
 class Demand:
-    """What a waiting request would take if it were there.
+    """What a request needs to enter that could not.
 
     Args:
         num_blocks: superblocks that it holds while it computes its prompt.
-        priority: vLLM's; a lower number is more urgent.
     """
 
+    request_id: str
     num_blocks: int
-    priority: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,39 @@ class Floor:
 
 
 @dataclass
+class Floors:
+    """The floors of requests that are there together.
+
+    Args:
+        usable: superblocks that they may hold.
+    """
+
+    usable: int
+    mean: float = 0.0
+    least: int = 0
+    stretch: int = 0
+
+    def add(self, floor: Floor) -> None:
+        """Count one more request."""
+        self.mean += floor.mean
+        self.least += floor.least
+        self.stretch = max(self.stretch, floor.stretch)
+
+    def fits(self, floor: Floor, num_blocks: int) -> bool:
+        """Return whether calls can make room for one more request.
+
+        On the average, and so that always one of them gets to its next event.
+
+        Args:
+            num_blocks: that it holds while it computes its prompt.
+        """
+        mean = self.mean + max(floor.mean, num_blocks)
+        least = self.least + max(floor.least, num_blocks)
+        least += max(self.stretch, floor.stretch)
+        return max(mean, least) <= self.usable
+
+
+@dataclass
 class Pressure:
     """Decides who has an event, when, and how deep, for one engine.
 
@@ -64,7 +97,10 @@ class Pressure:
         running: bounded requests that run, by id.
         last: by request, how many of its tokens are expected to be computed.
         rebook: books a request anew, by id, after a call.
+        expected: returns how many tokens a request will have.
         unforeseen: returns the superblocks that no booking accounts for.
+        step_tokens: most tokens that a step computes.
+        max_running: most requests that run at once.
         late_steps: by which what is scheduled may be ahead of what has been computed.
         window_tokens: W, most queries that an event reads.
         by_priority: less urgent requests are cut first.
@@ -81,16 +117,22 @@ class Pressure:
     running: Mapping[str, Request]
     last: Mapping[str, int]
     rebook: Callable[[str], None]
+    expected: Callable[[Request], int]
     unforeseen: Callable[[], int]
+    step_tokens: int
+    max_running: int
     late_steps: int
     window_tokens: int
     by_priority: bool = False
+    is_on: bool = False
     level: int | None = None
     num_calls: Counter[str] = field(default_factory=Counter)
     _demand: Demand | None = None
     _floors: dict[str, Floor] = field(default_factory=dict)
-
-    is_on: bool = False
+    # Of running requests, superblocks of windows that are open on the average, and of
+    # those that have been called for.
+    _windows: dict[str, float] = field(default_factory=dict)
+    _called: dict[str, int] = field(default_factory=dict)
 
     # -- who may enter --------------------------------------------------------------
 
@@ -109,24 +151,27 @@ class Pressure:
     def reserve(self) -> int:
         """Superblocks for query windows that may be called for beside those that are.
 
-        As many as are open at once on the average, and one at least.
+        As many as are open at once on the average, and one window at least.
         """
-        if not self.window_tokens:
+        if not self._windows:
             return 0
-        shares, called, most = 0.0, 0, 0
-        for state in map(self.planner.states.__getitem__, self.running):
-            footprint = state.footprint
-            share = footprint.window_tokens / footprint.events.interval
-            shares += share * footprint.window_blocks
-            called += footprint.window_blocks * (state.call is not None)
-            most = max(most, footprint.window_blocks)
-        return max(math.ceil(shares) - called, most - called, 0)
+        for request_id in list(self._called):
+            if self.planner.states[request_id].call is None:
+                del self._called[request_id]
+        any_request = next(iter(self._windows))
+        one = self.planner.states[any_request].footprint.window_blocks
+        wanted = max(math.ceil(sum(self._windows.values())), one)
+        return max(wanted - sum(self._called.values()), 0)
 
-    def floor(self, request_id: str, state: RequestState) -> Floor:
-        """Return what a request holds that is cut to its floor as often as it may be."""
-        footprint, last = state.footprint, self.last[request_id]
+    def floor(self, state: RequestState, last: int) -> Floor:
+        """Return what a request holds that is cut to its floor as often as it may be.
+
+        Args:
+            last: how many of its tokens will be computed.
+        """
+        footprint, beside = state.footprint, self.manager.sliding.sizes.most_blocks(last)
         if not state.plan.is_called:
-            peak = footprint.peak_blocks(last)
+            peak = footprint.peak_blocks(last) + beside
             return Floor(peak, peak, 0)
         whole, window = footprint.blocks(last), footprint.window_blocks
         at = footprint.events.budget, footprint.recent, state.spacing
@@ -138,55 +183,109 @@ class Pressure:
         if state.is_folding:
             inside = course_peak(footprint, state.course(), state.folds[1])
             mean, least = max(mean, inside), max(least, inside)
-        return Floor(mean, least, stretch)
+        return Floor(mean + beside, least + beside, stretch)
 
     def enters(self, request_id: str, state: RequestState) -> None:
         """Count the floor of a request that has entered, or begins its answer."""
-        self._floors[request_id] = self.floor(request_id, state)
+        self._floors[request_id] = self.floor(state, self.last[request_id])
+        footprint = state.footprint
+        if footprint.window_blocks:
+            share = footprint.window_tokens / footprint.events.interval
+            self._windows[request_id] = share * footprint.window_blocks
 
     def leaves(self, request_id: str) -> None:
         """Forget a request that has ended or is preempted."""
-        self._floors.pop(request_id, None)
+        for known in (self._floors, self._windows, self._called):
+            known.pop(request_id, None)
 
-    def fits_by_floors(self, floor: Floor, num_blocks: int) -> bool:
-        """Return whether calls could make room for a request.
+    def floors(self) -> Floors:
+        """Return the floors of all that run."""
+        found = Floors(self.manager.num_usable - self.unforeseen())
+        for floor in self._floors.values():
+            found.add(floor)
+        return found
 
-        On the average, and so that always one of them gets to its next event.
-
-        Args:
-            floor: of the request.
-            num_blocks: that it holds while it computes its prompt.
-        """
-        floors = [*self._floors.values(), floor]
-        mean = sum(each.mean for each in floors) + max(num_blocks - floor.mean, 0)
-        least = sum(each.least for each in floors) + max(num_blocks - floor.least, 0)
-        least += max(each.stretch for each in floors)
-        return max(mean, least) + self.unforeseen() <= self.manager.num_usable
-
-    def ask(self, num_blocks: int, priority: int) -> None:
+    def ask(self, request_id: str, num_blocks: int) -> None:
         """Ask for room for a request that waits; the next step calls for it."""
-        self._demand = Demand(num_blocks, priority)
+        self._demand = Demand(request_id, num_blocks)
 
     # -- calls ------------------------------------------------------------------------
 
-    def relieve(self) -> None:
-        """Call for events where the pool runs short; vLLM has scheduled nothing yet."""
+    def relieve(self, waiting: Collection[Request]) -> None:
+        """Call for events where the pool runs short; vLLM has scheduled nothing yet.
+
+        Args:
+            waiting: requests, in the order in which they may enter.
+        """
         demand, self._demand = self._demand, None
-        usable = self.manager.num_usable - self.unforeseen()
-        is_short = self.forecast.most() > usable
-        usable -= self.reserve
-        is_short = is_short and self.forecast.soon(self.lead) > usable
-        if not is_short and demand is None:
+        most, usable = self.forecast.most(), self.manager.num_usable
+        slots = self.max_running - len(self.running)
+        if not self.running or not (waiting and slots > 0 or most > usable):
             return
-        wanted = 0 if demand is None else demand.num_blocks
+        usable -= self.unforeseen() + self.reserve
+        no_one = np.zeros(self.lead + 1, np.int64)
+        is_short = self._most(self.lead, no_one) > usable
+        coming = no_one
+        if waiting and slots > 0:
+            coming = self._coming(list(islice(waiting, slots)), demand)
+        if not is_short and self._most(self.lead, coming) <= usable:
+            return
         rows = [row for row in map(self._row, self.running) if row is not None]
         if not rows:
             return
         cause = GROWTH
-        if not is_short and demand is not None:
-            urgent = any(row.priority > demand.priority for row in rows)
-            cause = PRIORITY if self.by_priority and urgent else ENTERING
-        self._call(rows, usable - wanted, cause)
+        if not is_short:
+            first = next(iter(waiting)).priority
+            is_urgent = self.by_priority and any(row.priority > first for row in rows)
+            cause = PRIORITY if is_urgent else ENTERING
+        self._call(rows, usable, coming, cause)
+
+    def _coming(self, waiting: list[Request], demand: Demand | None) -> np.ndarray:
+        """Return [lead + 1] int64: what those who wait will hold in steps to come.
+
+        They enter one after the other, as far as there is room beside all floors, each
+        when the prompts of those before it have been computed.
+        """
+        coming, floors, tokens = np.zeros(self.lead + 1, np.int64), self.floors(), 0
+        seen: set[Any] = set()
+        for request in waiting:
+            state = self.planner.states.get(request.request_id)
+            start = tokens // self.step_tokens
+            if state is None or not state.plan.is_called or start > self.lead:
+                break
+            floor = self.floor(state, self.expected(request))
+            if demand is not None and demand.request_id == request.request_id:
+                num_blocks = demand.num_blocks
+            else:
+                num_blocks = state.footprint.blocks(request.num_tokens)
+                num_blocks += self.manager.sliding.sizes.most_blocks(request.num_tokens)
+                if not floors.fits(floor, num_blocks):
+                    break
+                num_blocks -= self._num_cached(request, seen)
+            floors.add(floor)
+            coming[start:] += num_blocks
+            tokens += request.num_tokens
+        return coming
+
+    def _num_cached(self, request: Request, seen: set[Any]) -> int:
+        """Return the superblocks of a request that others hold, or are about to."""
+        if not self.manager.enable_caching:
+            return 0
+        pool, group = self.manager.block_pool, [self.manager.kv_cache_group_id]
+        found = 0
+        for each in request.block_hashes:
+            cached = None if each in seen else pool.get_cached_block(each, group)
+            found += each in seen or bool(cached and cached[0].ref_cnt)
+            seen.add(each)
+        return found
+
+    def _most(self, last: int, coming: np.ndarray, first: int = 0) -> int:
+        """Return the most that is held in the steps `first` to `last` from here."""
+        load = self.forecast.ahead(last)
+        held = np.full(last + 1, coming[-1])
+        held[: len(coming)] = coming[: last + 1]
+        held[: len(load)] += load
+        return int(held[first:].max())
 
     def _row(self, request_id: str) -> "Row | None":
         """Return what can be asked of a request; None where it cannot be cut."""
@@ -195,6 +294,10 @@ class Pressure:
             return None
         state.computed = request.num_computed_tokens
         position = state.soonest_call
+        # The last queries of a prompt know best what it needs, and are there soon.
+        known = request.num_tokens
+        if position <= known <= state.computed + self.lead * self.step_tokens:
+            position = known
         footprint = state.footprint
         # An event inside a prompt may come before, or begin to read queries before.
         known = state.next_event(state.computed)
@@ -215,28 +318,26 @@ class Pressure:
             whole=state.global_blocks - state.frontier_blocks + frontier - shared,
         )
 
-    def _call(self, rows: list["Row"], usable: int, cause: str) -> None:
+    def _call(
+        self, rows: list["Row"], usable: int, coming: np.ndarray, cause: str
+    ) -> None:
         """Cut rows to the highest level with which the pool does not run short."""
         interval = max(
             self.planner.states[row.request_id].footprint.events.interval
             for row in rows
         )
-        size = self.planner.limits.block_size
+        size, first = self.planner.limits.block_size, self._effect
         for share in SHARES:
             last = self.lead + interval // share
-            lacking = self.forecast.soon(last, self._effect) - usable
-            chosen = water_fill(rows, lacking, size)
+            chosen = water_fill(rows, self._most(last, coming, first) - usable, size)
             if chosen is not None:
                 break
         else:
             chosen = [(row, row.floor) for row in rows if row.gain(row.floor, size)]
-        if not chosen:
-            return
         chosen.sort(key=lambda each: (-each[0].priority, each[1] - each[0].held))
         # The others are cut when they are due, so that few windows are open at once.
-        last = self.lead + self.window_tokens
-        lacking = self.forecast.soon(last, self._effect) - usable
-        if lacking <= 0:
+        lacking = self._most(self.lead + self.window_tokens, coming, first) - usable
+        if lacking <= 0 or not chosen:
             return
         gains = accumulate(row.gain(budget, size) for row, budget in chosen)
         enough = next((i for i, gain in enumerate(gains) if gain >= lacking), NO_STEP)
@@ -245,6 +346,9 @@ class Pressure:
         for place, (row, budget) in enumerate(chosen):
             delay = place // self.planner.limits.events_per_step
             self.planner.call(row.request_id, Call(row.position + delay, budget))
+            if row.request_id in self._windows:
+                state = self.planner.states[row.request_id]
+                self._called[row.request_id] = state.footprint.window_blocks
             self.rebook(row.request_id)
         self.num_calls[cause] += len(chosen)
 

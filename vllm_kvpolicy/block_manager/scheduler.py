@@ -133,6 +133,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             manager,
             self.max_model_len,
             step_tokens=self.max_num_scheduled_tokens,
+            max_running=self.max_num_running_reqs,
             late_steps=int(self.scheduler_config.async_scheduling or False),
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
             watermark=self.kv_cache_manager.watermark_blocks,
@@ -163,7 +164,7 @@ class KVPolicySchedulerMixin(CountingMixin):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; events that the pool needs are called for before it."""
         if self.kv_policy_entry.calls_events:
-            self.kv_policy_entry.pressure.relieve()
+            self.kv_policy_entry.pressure.relieve(self.waiting)
         return super().schedule(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
