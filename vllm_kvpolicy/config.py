@@ -14,12 +14,12 @@ from typing import Any
 
 from vllm_kvpolicy.config_keys import (
     ALWAYS,
-    PRESSURE,
     DEFAULT_PREFILL_INTERVAL,
     DEFAULT_RECENT,
     DEFAULT_SINKS,
     FLAG_KEYS,
     INTEGER_KEYS,
+    PRESSURE,
     SERVER_OPTIONS,
     SWITCHES,
     VALID_KEYS,

@@ -18,7 +18,7 @@ they held it for ever.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -140,6 +140,8 @@ class Entry:
     _last: dict[str, int] = field(default_factory=dict)
     _running: dict[str, Request] = field(default_factory=dict)
     _entered: list[str] = field(default_factory=list)
+    # Requests that have sat a step out and are behind their bookings.
+    _stopped: list[str] = field(default_factory=list)
     # Tokens not computed by requests that sat out since superblocks last came back.
     _num_lost: int = 0
     # The least that a request misses until its next event or end; and in which step,
@@ -281,6 +283,17 @@ class Entry:
         self.forecast.book(request.request_id, levels, offset)
         if booking.offset is None and state.plan.is_called:
             self.pressure.enters(request.request_id, state)
+
+    def foresee(self, waiting: Collection[Request]) -> None:
+        """Call for events that the pool will need; a step is about to be scheduled.
+
+        Args:
+            waiting: requests, in the order in which they may enter.
+        """
+        for request_id in self._stopped:
+            self.rebook(request_id)
+        self._stopped.clear()
+        self.pressure.relieve(waiting)
 
     def rebook(self, request_id: str) -> None:
         """Book a running request anew before its turn, because its events changed."""
@@ -452,6 +465,8 @@ class Entry:
             return num_new
         self.num_waits += 1
         self._num_lost += 1
+        if self.pressure.is_on:
+            self._stopped.append(request_id)
         return 0
 
     @property
@@ -502,15 +517,16 @@ class Entry:
         known = request.num_tokens + request.num_output_placeholders
         step = min(max(known - state.computed, 1), self.step_tokens)
         missing = manager.num_needed(request_id, end, step)
+        if not (state.ordinal or state.due):
+            shared = manager.num_shared(request_id)
+            if shared and state.plan.is_called:
+                own = state.footprint.frontier_blocks(end) - shared
+                shared = min(max(state.num_dest(end) - own, 0), shared)
+            missing += shared
         if end < last and state.is_uncalled:
             missing += state.footprint.window_blocks
-        if state.ordinal or state.due:
-            return missing
-        shared = manager.num_shared(request_id)
-        if shared and state.plan.is_called:
-            own = state.footprint.frontier_blocks(end) - shared
-            shared = min(max(state.num_dest(end) - own, 0), shared)
-        return missing + shared
+            missing = min(missing, manager.num_needed(request_id, last, step))
+        return missing
 
     def is_bounded(self, request_id: str) -> bool:
         """Return whether it is known what a request will hold."""

@@ -128,7 +128,7 @@ class RequestState:
         return num_cached if is_whole else self.plan.usable_hit(num_cached)
 
     def next_event(self, position: int) -> int:
-        """Return the first event position >= `position`; NO_STEP where none is known."""
+        """Return the first event position >= `position`; NO_STEP for none known."""
         events = self.footprint.events
         if not self.plan.is_called:
             return events.next_event(position)

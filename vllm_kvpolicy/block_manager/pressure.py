@@ -169,7 +169,10 @@ class Pressure:
         Args:
             last: how many of its tokens will be computed.
         """
-        footprint, beside = state.footprint, self.manager.sliding.sizes.most_blocks(last)
+        footprint, beside = (
+            state.footprint,
+            self.manager.sliding.sizes.most_blocks(last),
+        )
         if not state.plan.is_called:
             peak = footprint.peak_blocks(last) + beside
             return Floor(peak, peak, 0)
@@ -298,13 +301,14 @@ class Pressure:
         known = request.num_tokens
         if position <= known <= state.computed + self.lead * self.step_tokens:
             position = known
+        elif position > state.computed + self.lead:
+            return None  # it had its last event just now
         footprint = state.footprint
         # An event inside a prompt may come before, or begin to read queries before.
-        known = state.next_event(state.computed)
-        if known <= position + footprint.window_tokens:
+        if state.next_event(state.computed) <= position + footprint.window_tokens:
             return None
-        if position >= self.last[request_id]:
-            return None
+        if position + self._effect >= self.last[request_id]:
+            return None  # it ends before others could be cut
         frontier = footprint.frontier_blocks(position)
         shared = 0 if state.ordinal else self.manager.num_shared(request_id)
         return Row(
@@ -478,4 +482,3 @@ class Levels:
         """Return those who are cut at a level, and to what."""
         gains, budget = self._gains(level), np.maximum(self.floor, level)
         return [(self.rows[i], int(budget[i])) for i in np.flatnonzero(gains)]
-

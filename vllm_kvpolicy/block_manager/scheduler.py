@@ -164,7 +164,7 @@ class KVPolicySchedulerMixin(CountingMixin):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; events that the pool needs are called for before it."""
         if self.kv_policy_entry.calls_events:
-            self.kv_policy_entry.pressure.relieve(self.waiting)
+            self.kv_policy_entry.foresee(self.waiting)
         return super().schedule(*args, **kwargs)
 
     def add_request(self, request: Request) -> None:
