@@ -242,17 +242,21 @@ class Entry:
             if state.plan.is_called:
                 self.planner.fold(request_id, None)
             levels, offset = self._levels(request, state, computed, num_new)
-            known = request_id, state
-            if state.plan.is_called and not self._fits_by_floors(*known, levels):
-                # What it begins with does not fit whole: events inside, as in `always`.
-                first = computed + state.footprint.window_tokens + 1
-                self.planner.fold(request_id, (first, request.num_tokens))
-                num_new = min(num_new, state.target - computed)
-                levels, offset = self._levels(request, state, computed, num_new)
-            fits = self._is_alone(leaving) or not state.plan.is_called
-            fits = fits or self._fits_by_floors(*known, levels)
-            if not (fits and self._fits(levels, leaving)):
-                if fits and state.plan.is_called:
+            may_enter = True
+            if state.plan.is_called:
+                may_enter = self._fits_by_floors(request_id, state, levels)
+                if not may_enter:
+                    # Not whole, so with events inside its prompt, as in `always`.
+                    first = computed + state.footprint.window_tokens + 1
+                    self.planner.fold(request_id, (first, request.num_tokens))
+                    num_new = min(num_new, state.target - computed)
+                    levels, offset = self._levels(request, state, computed, num_new)
+                    may_enter = self._fits_by_floors(request_id, state, levels)
+                if may_enter:
+                    leaving = NOBODY  # less urgent ones are cut instead
+                may_enter |= self._is_alone(leaving)
+            if not (may_enter and self._fits(levels, leaving)):
+                if may_enter and state.plan.is_called:
                     self.pressure.ask(request_id, self._soon(state, levels))
                 self.num_held_back += 1
                 return 0
@@ -376,6 +380,10 @@ class Entry:
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
         step, bookings = self.forecast.step, self.forecast.bookings
+        rows, shared = self.manager.req_to_blocks.keys(), self._shared.values()
+        if not leaving and rows <= bookings.keys() and not any(n for n, _ in shared):
+            if all(booking.end > step for booking in bookings.values()):
+                return 0  # without a look at every superblock
         others = bookings.keys() - leaving
         booked = [name for name in others if bookings[name].end > step]
         foreseen = self.manager.num_held_by(booked)

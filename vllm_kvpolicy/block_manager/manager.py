@@ -123,9 +123,8 @@ class SlidingOffers(Offers):
         """Offer full superblocks, none past the first event."""
         state = self._planner.states.get(request.request_id)
         if state is not None:
-            plan = state.plan
             num_tokens = min(num_tokens, state.first_event)
-            last = plan.usable_hit(request.num_prompt_tokens - 1)
+            last = state.usable_hit(request.num_prompt_tokens - 1)
             replay_boundaries = (*replay_boundaries, last)
 
         def cache_blocks() -> None:

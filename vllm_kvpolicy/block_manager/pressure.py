@@ -12,7 +12,7 @@ unless all are at their floors.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, islice
 from typing import Any
@@ -221,11 +221,13 @@ class Pressure:
             waiting: requests, in the order in which they may enter.
         """
         demand, self._demand = self._demand, None
-        most, usable = self.forecast.most(), self.manager.num_usable
-        slots = self.max_running - len(self.running)
-        if not self.running or not (waiting and slots > 0 or most > usable):
+        if not self.running:
             return
-        usable -= self.unforeseen() + self.reserve
+        slots = self.max_running - len(self.running)
+        usable = self.manager.num_usable - self.unforeseen()
+        if not (waiting and slots > 0) and self.forecast.most() <= usable:
+            return
+        usable -= self.reserve
         no_one = np.zeros(self.lead + 1, np.int64)
         is_short = self._most(self.lead, no_one) > usable
         coming = no_one
@@ -320,6 +322,7 @@ class Pressure:
             spacing=state.spacing,
             local=position - frontier * footprint.block_size,
             whole=state.global_blocks - state.frontier_blocks + frontier - shared,
+            shared=shared,
         )
 
     def _call(
@@ -337,7 +340,9 @@ class Pressure:
             if chosen is not None:
                 break
         else:
-            chosen = [(row, row.floor) for row in rows if row.gain(row.floor, size)]
+            # Superblocks that several hold come back when all of these have been cut.
+            alone = [replace(row, whole=row.whole + row.shared) for row in rows]
+            chosen = [(row, row.floor) for row in alone if row.gain(row.floor, size)]
         chosen.sort(key=lambda each: (-each[0].priority, each[1] - each[0].held))
         # The others are cut when they are due, so that few windows are open at once.
         lacking = self._most(self.lead + self.window_tokens, coming, first) - usable
@@ -383,6 +388,7 @@ class Row:
         spacing: fewest tokens that an event drops.
         local: tokens behind the frontier there.
         whole: superblocks before the frontier, less those that others hold, too.
+        shared: those.
     """
 
     request_id: str
@@ -393,6 +399,7 @@ class Row:
     spacing: int
     local: int
     whole: int
+    shared: int = 0
 
     def gain(self, budget: int, size: int) -> int:
         """Return the superblocks that an event gives back; 0 where it is not worth it.

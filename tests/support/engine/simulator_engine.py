@@ -66,6 +66,7 @@ class Scenario:
         window_tokens: that these attend to.
         retention: vLLM's `prefix_cache_retention_interval`.
         estimates: vLLM estimates the work of steps (`--enable-mfu-metrics`).
+        pool: superblocks of the pool; None for what `spare` says.
     """
 
     policy: dict[str, Any]
@@ -90,6 +91,7 @@ class Scenario:
     window_tokens: int = 40
     retention: int | None = 0
     estimates: bool = False
+    pool: int | None = None
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter
@@ -223,7 +225,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     spec = KVPolicySpec(**sizes)
     window = SlidingWindowSpec(**sizes, sliding_window=scenario.window_tokens)
     limit += sliding_groups(config).most_blocks(scenario.longest)
-    usable = int(limit * (1 + scenario.spare))
+    usable = scenario.pool or int(limit * (1 + scenario.spare))
     config.cache_config.num_gpu_blocks = usable + 1
     cls = KVPolicyAsyncScheduler if scenario.depth > 1 else KVPolicyScheduler
     scheduler = cls(

@@ -92,4 +92,6 @@ class WindowCheck:
         position = np.arange(start, end)
         plan, own = state.asked.plan, -(state.number * STRIDE) - position
         first_event = end if plan is None else plan.next_event(1)
+        if state.asked.is_called:
+            first_event = state.positions[0] if state.positions else end
         return np.where(position < first_event, state.codes(position), own)
