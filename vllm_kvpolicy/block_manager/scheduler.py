@@ -383,11 +383,14 @@ class KVPolicySchedulerMixin(CountingMixin):
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
     ) -> Any:
         """Take the step's results, the workers' answers to events first."""
-        for used in getattr(model_runner_output, "kv_policy_answers", ()):
+        answers = getattr(model_runner_output, "kv_policy_answers", ())
+        for used in answers:
             self.kv_policy_manager.give_back_surplus(used)
-            if self.kv_policy_entry.calls_events:
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.kv_policy_entry.calls_events:
+            for used in answers:
                 self.kv_policy_entry.rebook(used.request_id)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        return outputs
 
     def _count(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager
