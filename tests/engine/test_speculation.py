@@ -162,9 +162,14 @@ def test_events_on_call_are_those_of_the_references(
     assert 0.1 < drafts.share < 0.9 and not found.preemptions
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("policy", "values"), [("ams-tova", NEVER_BINDS), ("adakv-snapkv", NEVER_CALLED)]
+    ("policy", "values", "method"),
+    [
+        ("ams-tova", NEVER_BINDS, SPECULATION),
+        ("adakv-snapkv", NEVER_CALLED, SPECULATION),
+        pytest.param("ams-tova", NEVER_BINDS, SUFFIX, marks=needs_suffix),
+        pytest.param("adakv-snapkv", NEVER_CALLED, SUFFIX, marks=needs_suffix),
+    ],
 )
 def test_what_never_cuts_accepts_what_stock_accepts(
     tiny_model: Path, policy: str, values: dict[str, Any], method: dict[str, Any]
