@@ -29,6 +29,7 @@ from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import covering, evictions
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 from vllm_kvpolicy.policies.names import parse
 
 pytestmark = needs_float8
@@ -97,12 +98,20 @@ def test_rounding_changes_answers(tiny_model: Path, stock) -> None:
     assert plain not in found and found[0] != found[1]
 
 
-@pytest.mark.parametrize("policy", ["ams-tova", "adakv-snapkv"])
-def test_a_budget_that_never_binds_is_stock_fp8(
-    tiny_model: Path, stock, policy: str
+NEVER_BINDS = ({"budget": 512, "interval": 64}, {})
+NEVER_CALLED = ({"events": PRESSURE}, {"num_blocks": 60, "foresees": True})
+
+
+@pytest.mark.parametrize(
+    ("policy", "values", "changes"),
+    [("ams-tova", *NEVER_BINDS), ("adakv-snapkv", *NEVER_CALLED)],
+)
+def test_what_never_cuts_is_stock_fp8(
+    tiny_model: Path, stock, policy: str, values: dict, changes: dict
 ) -> None:
-    values = configured(policy, budget=512, interval=64)
-    with Engine(tiny_model, values, kv_cache_dtype="fp8", **STRAIN) as engine:
+    """A budget that never binds, and a pool with room in which no event is called."""
+    values, changes = configured(policy, **values), {**STRAIN, **changes}
+    with Engine(tiny_model, values, kv_cache_dtype="fp8", **changes) as engine:
         check_storage(engine, "fp8")
         run = engine.run(jobs_under_strain())
         assert engine.counters()["events"] == 0
@@ -127,15 +136,27 @@ def test_the_same_bytes_hold_four_times_the_tokens(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "kind"), [("tova", "fp8"), ("ams-snapkv", "fp8_e5m2")]
+    ("policy", "kind", "events", "num_blocks"),
+    [
+        ("tova", "fp8", ALWAYS, 400),
+        ("ams-snapkv", "fp8_e5m2", ALWAYS, 400),
+        ("snapkv", "fp8", PRESSURE, 21),
+    ],
 )
 def test_decisions_and_answers_are_those_of_the_references(
-    tiny_model: Path, tmp_path: Path, policy: str, kind: str
+    tiny_model: Path,
+    tmp_path: Path,
+    policy: str,
+    kind: str,
+    events: str,
+    num_blocks: int,
 ) -> None:
     """The selection oracle shares no code with the policies but `ams.select`."""
     values = {"policy": policy, **VALUES, "interval": 64, "spread_events": False}
+    values["events"] = events
     jobs = make_jobs((41, 300), 153, prompt_logprobs=True)
-    with Engine(tiny_model, values, tmp_path, kv_cache_dtype=kind) as engine:
+    changes = {"num_blocks": num_blocks, "max_model_len": 512}
+    with Engine(tiny_model, values, tmp_path, kv_cache_dtype=kind, **changes) as engine:
         check_storage(engine, kind)
         run, seen = run_and_see(engine, jobs, ReferenceDecoder(tiny_model))
     report, config = Report(), KVPolicyConfig.from_dict(values)

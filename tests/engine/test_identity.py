@@ -8,6 +8,7 @@ import pytest
 
 from support import sweeps
 from support.engine.helpers import POLICIES, Engine, Job, Run, make_jobs
+from vllm_kvpolicy.config_keys import PRESSURE
 
 # With ragged tables pages change heads and layers, too.
 RAGGED = " ragged"
@@ -120,11 +121,18 @@ def test_heads_are_shuffled_apart(runs: Runs, policy: str) -> None:
         assert len({tuple(row) for row in survivors}) == len(survivors)
 
 
-@pytest.mark.parametrize("policy", sweeps.some(("adakv-snapkv", *POLICIES, *MOVERS)))
-def test_a_budget_that_never_binds_is_stock(
-    runs: Runs, tiny_model: Path, policy: str
+NEVER_BINDS = {"budget": 2048, "interval": 64}
+NEVER_CALLED = {**VALUES, "events": PRESSURE}  # test_prefix_caching.py has all others
+STOCK = [(p, NEVER_BINDS) for p in sweeps.some(("adakv-snapkv", *POLICIES, *MOVERS))]
+STOCK += [("epikv", {**NEVER_CALLED, "budget": 68}), ("holes ragged", NEVER_CALLED)]
+
+
+@pytest.mark.parametrize(("policy", "values"), STOCK)
+def test_what_never_cuts_is_stock(
+    runs: Runs, tiny_model: Path, policy: str, values: dict[str, object]
 ) -> None:
-    values = {**named(policy), "budget": 2048, "interval": 64}
+    """A budget that never binds, and a pool with room in which no event is called."""
+    values = {**named(policy), **values}
     with Engine(tiny_model, values) as engine:
         run = engine.run(plain_jobs())
         counters = engine.counters()

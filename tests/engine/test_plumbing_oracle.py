@@ -1,23 +1,26 @@
 """Every word of the package on one server: what it selects, and what it answers.
 
 Requests choose their policies by name; chunked prompts, events inside prompts and
-preemptions included. See oracle_plumbing and oracle_replay.
+preemptions included, or events that are called for. See oracle_plumbing and
+oracle_replay.
 """
 
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from support.calibration_files import options_for
-from support.engine.helpers import Engine, Job, Result, make_prompt
+from support.engine.helpers import Engine, Job, Result, Run, make_prompt
 from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report
 from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import covering, evictions
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 BASE = {
     "budget": 150,
@@ -26,9 +29,11 @@ BASE = {
     "recent": 40,
     "sinks": 5,
 }
-ENGINE = {"max_num_batched_tokens": 128, "num_blocks": 60, "max_model_len": 832}
-ENGINE |= {"foresees": False}  # requests preempt each other
+ENGINE = {"max_num_batched_tokens": 128, "max_model_len": 832}
 ALL = covering(evictions())
+# With `always` requests preempt each other.
+POOLS = {ALWAYS: {"num_blocks": 60, "foresees": False}, PRESSURE: {"num_blocks": 120}}
+CASES = [(events, name) for events in POOLS for name in ALL]
 
 
 def jobs_for(policies: list[str]) -> list[Job]:
@@ -45,14 +50,20 @@ def jobs_for(policies: list[str]) -> list[Job]:
 
 
 @pytest.fixture(scope="module")
-def run(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    trace = tmp_path_factory.mktemp("trace")
-    options = {"expected_window": 48, "snapmax_window": 48, "allow": ALL}
-    for scorer in ("triattention", "qfilter"):
-        options |= options_for(scorer, trace, 2, 2, 2, 32)
-    values = {"policy": ALL[0], **BASE, "policy_config": options}
-    with Engine(tiny_model, values, trace, **ENGINE) as engine:
-        yield engine.run(jobs_for(ALL)), KVPolicyConfig.from_dict(values)
+def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Return what runs all policies, once, and their server's configuration."""
+
+    @cache
+    def served(events: str) -> tuple[Run, KVPolicyConfig]:
+        trace = tmp_path_factory.mktemp("trace")
+        options = {"expected_window": 48, "snapmax_window": 48, "allow": ALL}
+        for scorer in ("triattention", "qfilter"):
+            options |= options_for(scorer, trace, 2, 2, 2, 32)
+        values = {"policy": ALL[0], **BASE, "policy_config": options, "events": events}
+        with Engine(tiny_model, values, trace, **ENGINE, **POOLS[events]) as engine:
+            return engine.run(jobs_for(ALL)), KVPolicyConfig.from_dict(values)
+
+    return served
 
 
 @pytest.fixture(scope="module")
@@ -60,24 +71,28 @@ def decoder(tiny_model: Path) -> ReferenceDecoder:
     return ReferenceDecoder(tiny_model)
 
 
-def test_the_run_strains_the_engine(run) -> None:
-    results = run[0].results
-    assert run[0].preemptions > 0
+@pytest.mark.parametrize("events", POOLS)
+def test_the_run_strains_the_engine(serve, events: str) -> None:
+    run, _ = serve(events)
+    results = run.results
+    assert (run.preemptions > 0) == (events == ALWAYS)
     assert all(len(result.events) >= 1 for result in results.values())
     held = [e.survivors for r in results.values() for e in r.events]
     assert any((rows < 0).any() for rows in held)  # heads of different lengths
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("events", "name"), CASES)
 def test_answers_follow_from_the_survivors(
-    run, decoder: ReferenceDecoder, name: str
+    serve, decoder: ReferenceDecoder, events: str, name: str
 ) -> None:
-    check_replay(decoder, run[0].results[name])
+    check_replay(decoder, serve(events)[0].results[name])
 
 
-def plumbing(decoder: ReferenceDecoder, run, result: Result) -> Report:
+def plumbing(
+    decoder: ReferenceDecoder, server: KVPolicyConfig, result: Result
+) -> Report:
     """Return what the oracle says about a request."""
-    config = run[1].with_request(result.job.extra_args, 32)
+    config = server.with_request(result.job.extra_args, 32)
     assert config is not None
     if config.protects_prompt:
         prompt = len(result.job.prompt)
@@ -89,21 +104,27 @@ def plumbing(decoder: ReferenceDecoder, run, result: Result) -> Report:
 
 
 # The model's keys all have one length: knorm sees ties only.
-@pytest.mark.parametrize("name", [name for name in ALL if "knorm" not in name])
-def test_selection_is_the_policys(run, decoder: ReferenceDecoder, name: str) -> None:
-    assert plumbing(decoder, run, run[0].results[name]).decisions > 0
+@pytest.mark.parametrize(
+    ("events", "name"), [case for case in CASES if "knorm" not in case[1]]
+)
+def test_selection_is_the_policys(
+    serve, decoder: ReferenceDecoder, events: str, name: str
+) -> None:
+    run, server = serve(events)
+    assert plumbing(decoder, server, run.results[name]).decisions > 0
 
 
 @pytest.mark.parametrize("mistake", ["heads swapped", "tokens of their neighbours"])
 def test_a_wrong_selection_is_noticed(
-    run, decoder: ReferenceDecoder, mistake: str
+    serve, decoder: ReferenceDecoder, mistake: str
 ) -> None:
     """Seeded faults in pages, memory, positions and signals are left to others."""
     name = next(name for name in ALL if name.endswith("snapkv"))
-    result = run[0].results[name]
+    run, server = serve(ALWAYS)
+    result = run.results[name]
     passes = deepcopy(result.passes)
     for event in passes[-1]:
         swapped, shifted = event.selected[:, ::-1].copy(), event.selected - 1
         event.selected[:] = swapped if mistake == "heads swapped" else shifted
     with pytest.raises(Mismatch, match="selected differ"):
-        plumbing(decoder, run, replace(result, passes=passes))
+        plumbing(decoder, server, replace(result, passes=passes))

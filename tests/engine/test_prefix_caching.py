@@ -30,6 +30,7 @@ from support.made_surrogates import write_surrogate
 from support.sweeps import covering, evictions, some
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.planner import RequestState
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 from vllm_kvpolicy.policies.names import parse
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
@@ -92,7 +93,11 @@ def jobs_of(allowed: list[str], num_tokens: int = 80) -> list[Job]:
 
 
 def answers(
-    model: Path, policy: dict[str, Any], jobs: list[Job], times: int, **changes: Any
+    model: Path,
+    policy: dict[str, Any] | None,
+    jobs: list[Job],
+    times: int,
+    **changes: Any,
 ) -> tuple[list[Run], list[Counter[str]]]:
     """Run the same jobs several times on one engine; return runs and hits of each."""
     runs, counts = [], []
@@ -127,6 +132,28 @@ def test_every_policy_answers_as_without_the_cache(
     tiny_model: Path, tmp_path: Path, allowed: list[str]
 ) -> None:
     check_equal(tiny_model, allowed, tmp_path, num_blocks=700)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_with_room_for_all_everything_is_as_stock_has_it(
+    tiny_model: Path, tmp_path: Path, is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With events on call: answers, hits and steps, the cache cold and warm."""
+    admitted = [name for name in ADMITTING if not parse(name).is_unbounded]
+    allowed = [n for n in (*EVICTIONS, *admitted) if not parse(n).measures_tokens]
+    values = server(allowed, tmp_path) | {"events": PRESSURE}
+    jobs = [replace(job, extra_args=None) for job in jobs_of(allowed)]
+    changes = {"enable_prefix_caching": True, "max_num_batched_tokens": 160}
+    changes |= {"num_blocks": 700, "max_num_seqs": 32}
+    if is_async:
+        allow_async_scheduling(monkeypatch)
+    expected, of_stock = answers(tiny_model, None, jobs, 2, **changes)
+    found, hits = answers(tiny_model, values, jobs_of(allowed), 2, **changes)
+    for run, stock in zip(found, expected, strict=True):
+        run.check_answers(stock)
+        assert run.steps == stock.steps
+        assert not any(sum(result.record, []) for result in run.results.values())
+    assert hits == of_stock and sum(hits[0].values()) > 100 * len(jobs)
 
 
 @pytest.fixture(scope="module")
@@ -252,13 +279,18 @@ def cached_pages(engine: Engine) -> dict[tuple[int, Any], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "allowed",
-    [["ams-tova", "tova"], ["hard-snapkv", "adakv-knorm", "wgkv", "wgkv+tova"]],
+    ("allowed", "events", "num_tokens"),
+    [
+        (["ams-tova", "tova"], ALWAYS, 80),
+        (["hard-snapkv", "adakv-knorm", "wgkv", "wgkv+tova"], ALWAYS, 80),
+        (["hard-snapkv", "ams-tova", "tova"], PRESSURE, 260),  # short of superblocks
+    ],
 )
 def test_cached_superblocks_are_never_written_again(
-    tiny_model: Path, tmp_path: Path, allowed: list[str]
+    tiny_model: Path, tmp_path: Path, allowed: list[str], events: str, num_tokens: int
 ) -> None:
-    policy, jobs = server(allowed, tmp_path), jobs_of(allowed * 2)
+    policy, jobs = server(allowed, tmp_path), jobs_of(allowed * 2, num_tokens)
+    policy["events"] = events
     jobs = [replace(job, name=f"{n}-{job.name}") for n, job in enumerate(jobs)]
     copies: dict[tuple[int, Any], torch.Tensor] = {}
     compared = 0
@@ -273,7 +305,7 @@ def test_cached_superblocks_are_never_written_again(
             copies[key] = pages
 
     with Engine(
-        tiny_model, policy, num_blocks=90, enable_prefix_caching=True
+        tiny_model, policy, num_blocks=70, enable_prefix_caching=True
     ) as engine:
         for _ in range(2):
             engine.run(jobs, compare)

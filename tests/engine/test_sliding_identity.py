@@ -7,6 +7,7 @@ import pytest
 from support.engine.helpers import Engine, Run, make_jobs
 from support.made_sliding import NUM_FULL, PATTERN, make_gemma3
 from support.sweeps import some
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 LENGTHS = (40, 150, 300, 600)
@@ -26,8 +27,12 @@ def runs(tmp_path_factory):
     model = make_gemma3(tmp_path_factory.mktemp("gemma3"))
 
     @cache
-    def run(policy: str | None, case: str, budget: int) -> tuple[Run, dict]:
+    def run(
+        policy: str | None, case: str, budget: int, events: str = ALWAYS
+    ) -> tuple[Run, dict]:
         values = policy and {"policy": policy, **VALUES, "budget": budget}
+        if policy:
+            values["events"] = events
         if policy == "ams-expected":
             values["policy_config"] = {"expected_window": 40}
         trace = tmp_path_factory.mktemp("trace") if policy else None
@@ -63,11 +68,17 @@ def test_a_model_may_begin_with_full_attention(tmp_path) -> None:
     assert sum(len(result.events) for result in runs[1].results.values()) >= 10
 
 
-@pytest.mark.parametrize("policy", some(["ams-expected", "ams-tova"]))
-def test_a_budget_that_never_binds_is_stock(runs, policy: str) -> None:
-    run, counters = runs(policy, "plain", 2048)
-    run.check_answers(runs(None, "plain", 128)[0])
-    assert not counters["events"]
+@pytest.mark.parametrize(
+    ("policy", "budget", "events"),
+    some([("ams-expected", 2048, ALWAYS), ("ams-tova", 2048, ALWAYS)])
+    + [("ams-expected", 128, PRESSURE)],
+)
+def test_what_never_cuts_is_stock(runs, policy: str, budget: int, events: str) -> None:
+    """A budget that never binds, and a pool with room in which no event is called."""
+    run, counters = runs(policy, "plain", budget, events)
+    stock, _ = runs(None, "plain", 128)
+    run.check_answers(stock)
+    assert not counters["events"] and run.steps == stock.steps
 
 
 @pytest.mark.parametrize("policy", some(["ams-expected", "ams-tova", "snapkv"]))

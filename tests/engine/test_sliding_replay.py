@@ -5,14 +5,16 @@ attention see the recorded survivors, the others their window.
 """
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.engine.helpers import Engine, make_jobs
+from support.engine.helpers import Engine, Result, make_jobs
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.made_sliding import MixedDecoder, make_gemma3
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 BASE = {"budget": 110, "interval": 56, "prefill_interval": 256, "recent": 40}
 POLICIES = ["ams-tova", "tova", "snapkv", "streaming", "ams-expected", "h2o", "keydiff"]
@@ -25,19 +27,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(model: Path, tmp_path_factory: pytest.TempPathFactory):
-    """One request of each policy, together in a pool in which they preempt."""
+def serve(model: Path, tmp_path_factory: pytest.TempPathFactory):
+    """Return what runs requests, once, in a pool that is too small for all."""
+
+    @cache
+    def served(events: str) -> dict[str, Result]:
+        return serve_all(model, tmp_path_factory.mktemp("trace"), events)
+
+    return served
+
+
+def serve_all(model: Path, trace: Path, events: str) -> dict[str, Result]:
+    """Serve one request of each policy together; with ALWAYS they preempt."""
     values = {"policy": POLICIES[0], **BASE, "policy_config": OPTIONS}
+    values["events"] = events
     lengths = [(37, 180, 300)[number % 3] for number in range(len(POLICIES))]
     jobs = [
         replace(job, name=policy, extra_args={"kv_policy": policy})
         for job, policy in zip(make_jobs(lengths, 150, seed=4), POLICIES, strict=True)
     ]
-    changes = {"max_num_batched_tokens": 96, "num_blocks": 64, "max_model_len": 640}
-    trace = tmp_path_factory.mktemp("trace")
-    with Engine(model, values, trace, foresees=False, **changes) as engine:
+    changes = {"max_num_batched_tokens": 96, "max_model_len": 640}
+    changes["num_blocks"] = 64 if events == ALWAYS else 48
+    foresees = events == PRESSURE
+    with Engine(model, values, trace, foresees=foresees, **changes) as engine:
         run = engine.run(jobs)
-    assert run.preemptions > 0
+    assert (run.preemptions > 0) == (events == ALWAYS)
+    assert sum(bool(result.events) for result in run.results.values()) >= 3
     return run.results
 
 
@@ -47,16 +62,21 @@ def decoder(model: Path) -> MixedDecoder:
     return MixedDecoder(model)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_answers_follow_from_the_survivors(results, decoder, policy: str) -> None:
-    result = results[policy]
-    assert len(result.events) >= 1
+@pytest.mark.parametrize(
+    ("events", "policy"),
+    [(events, p) for events in (ALWAYS, PRESSURE) for p in POLICIES],
+)
+def test_answers_follow_from_the_survivors(
+    serve, decoder, events: str, policy: str
+) -> None:
+    result = serve(events)[policy]
+    assert result.events or events == PRESSURE
     print(policy, check_replay(decoder, result))
 
 
-def test_a_token_that_was_not_kept_is_noticed(results, decoder) -> None:
+def test_a_token_that_was_not_kept_is_noticed(serve, decoder) -> None:
     """The oracle can fail: with a survivor exchanged in one layer it does."""
-    result = results["snapkv"]
+    result = serve(ALWAYS)["snapkv"]
     event = result.events[-1]
     kept = event.survivors[1]
     gone = sorted(set(range(event.frontier)) - set(kept.flatten().tolist()))

@@ -25,6 +25,7 @@ from support.engine.helpers import (
     watch_hits,
 )
 from support.engine.oracle_replay import check_replay
+from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
@@ -40,9 +41,13 @@ from support.repetition import (
 from support.sweeps import covering, every_name, evictions
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.scheduler import KVPolicyScheduler
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.policies.names import parse
 
 VALUES = {"budget": 128, "interval": 36, "prefill_interval": 256}
+NEVER_BINDS = {"budget": 512, "interval": 64}
+NEVER_CALLED = {"events": PRESSURE}  # where there is room
 # Each word of evictions whose heads have equal lengths, and some of all others but
 # admissions.
 EQUAL = covering(
@@ -135,12 +140,43 @@ def test_answers_follow_from_the_survivors(served, tiny_model: Path, name) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("policy", ["ams-tova", "adakv-snapkv"])
-def test_a_budget_that_never_binds_accepts_what_stock_accepts(
-    tiny_model: Path, policy: str, method: dict[str, Any]
+def test_events_on_call_are_those_of_the_references(
+    tiny_model: Path, tmp_path: Path, method: dict[str, Any]
+) -> None:
+    """In a pool that is too small, where drafts are under way when events are called.
+
+    What is called for depends on drafts, so that no run without them is alike.
+    """
+    values = {"policy": "ams-snapkv", **VALUES, "interval": 64, "events": PRESSURE}
+    sizes = {"max_num_batched_tokens": 96, "max_model_len": 512, "num_blocks": 34}
+    sizes |= {"trace": tmp_path, "speculative_config": method}
+    jobs = jobs_of((40, 150, 300, 90, 60), 150)
+    found, drafts = run(tiny_model, values, jobs, **sizes)
+    decoder, report = ReferenceDecoder(tiny_model), Report()
+    for result in found.results.values():
+        check_replay(decoder, result)
+        config = KVPolicyConfig.from_dict(values)
+        check_selection(decoder, result, config, BLOCK, report)
+    report.check()
+    assert report.decisions >= 20
+    assert 0.1 < drafts.share < 0.9 and not found.preemptions
+
+
+@pytest.mark.parametrize(
+    ("policy", "values", "method"),
+    [
+        ("ams-tova", NEVER_BINDS, SPECULATION),
+        ("adakv-snapkv", NEVER_CALLED, SPECULATION),
+        pytest.param("ams-tova", NEVER_BINDS, SUFFIX, marks=needs_suffix),
+        pytest.param("adakv-snapkv", NEVER_CALLED, SUFFIX, marks=needs_suffix),
+    ],
+)
+def test_what_never_cuts_accepts_what_stock_accepts(
+    tiny_model: Path, policy: str, values: dict[str, Any], method: dict[str, Any]
 ) -> None:
     stock, of_stock = speculate(tiny_model, None, method)
-    found, drafts = speculate(tiny_model, policy, method)
+    found, drafts = speculate(tiny_model, policy, method, values)
+    assert not any(sum(each.record, []) for each in found.results.values())
     assert found.tokens == stock.tokens
     compare(drafts, of_stock)
 
@@ -168,12 +204,15 @@ def test_notices_drafts_that_are_lost(tiny_model: Path, monkeypatch) -> None:
 
 
 def speculate(
-    model: Path, policy: str | None, method: dict[str, Any]
+    model: Path,
+    policy: str | None,
+    method: dict[str, Any],
+    values: dict[str, Any] = NEVER_BINDS,
 ) -> tuple[Run, Drafts]:
-    """Run a policy whose budget does not bind, or once stock vLLM, with drafts."""
+    """Run a policy that never cuts, or once stock vLLM, with drafts."""
     if policy is None:
         return stock_run(model, method["method"])
-    values = {"policy": policy, **VALUES, "budget": 512, "interval": 64}
+    values = {"policy": policy, **VALUES, **values}
     sizes = {"max_model_len": 512, "speculative_config": method}
     return run(model, values, jobs_of((40, 150, 300)), **sizes)
 

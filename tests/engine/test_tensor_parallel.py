@@ -30,6 +30,7 @@ from support.engine.tensor_parallel import (
     write_model,
 )
 from support.sweeps import covering, evictions, some
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.policies.names import parse
 
 SHARED = Heads(query=8, kv=4)  # two KV heads on each of two ranks
@@ -184,6 +185,27 @@ def test_requests_that_share_prompts_and_steps_ahead(on_both) -> None:
     found = compare(*on_both(served, num_blocks=100, **changes))
     own = {name for name in served if is_own(name)}
     assert found.events > len(served) and differing(found) <= own, found
+
+
+@pytest.mark.slow
+def test_events_on_call_are_those_of_one_rank(on_both, tmp_path: Path) -> None:
+    """The scheduler calls for them and tells all ranks; with room it calls for none."""
+    served = ("ams-tova", "snapkv", "hard-snapkv", "tova")
+    changes = {"events": PRESSURE, "foresees": True}
+    one, two = on_both(served, num_blocks=30, **changes)
+    record = [each.record for each in one.results.values()]
+    assert record == [each.record for each in two.results.values()]
+    found = compare(one, two)
+    assert found.events > len(served)
+    assert differing(found) <= {name for name in served if is_own(name)}, found
+    decoder = ReferenceDecoder(write_model(tmp_path, SHARED))
+    for result in two.results.values():
+        check_replay(decoder, result)
+    whole = on_both(served, num_blocks=100, **changes)[1]
+    assert not any(sum(each.record, []) for each in whole.results.values())
+    with Engine(write_model(tmp_path, SHARED), tensor_parallel_size=2) as engine:
+        stock = engine.run([each.job for each in whole.results.values()])
+    assert whole.tokens == stock.tokens
 
 
 @pytest.mark.slow

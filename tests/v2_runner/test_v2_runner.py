@@ -72,11 +72,14 @@ def test_identity_is_stock_token_for_token(
 
 
 @pytest.mark.slow
-def test_infinite_budget_is_stock_token_for_token(v2: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["infinite", "on call"])
+def test_what_never_cuts_is_stock_token_for_token(
+    v2: dict[str, Any], name: str
+) -> None:
     """Our builder runs and leaves the metadata alone."""
-    assert v2["infinite"]["builds"] > 0
-    assert (v2["infinite"]["events"], v2["infinite"]["physical"]) == (0, 0)
-    assert v2["infinite"]["tokens"] == v2["stock"]
+    assert v2[name]["builds"] > 0
+    assert (v2[name]["events"], v2[name]["physical"]) == (0, 0)
+    assert v2[name]["tokens"] == v2["stock"]
 
 
 @pytest.mark.parametrize(

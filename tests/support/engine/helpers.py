@@ -1,9 +1,9 @@
 """Starts engines and drives them step by step: the one place that knows how."""
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ FIRST_TOKEN, LAST_TOKEN = 3, 98  # the tiny model's characters
 NO_COMMANDS = SimpleNamespace(events=())  # of stock vLLM
 
 Prompt = list[int]
+Cut = tuple[int, int]  # of an event: its position, and its budget in tokens
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Result:
         logprobs: per generated token, token id to log-probability.
         prompt_logprobs: the same for prompt tokens after the first, empty if not asked.
         passes: the request's events, one list for each time it was (re)computed.
+        record: of the same events, what the scheduler has told the worker.
         computed_in: per generated token, the index of the pass that it comes from.
     """
 
@@ -92,6 +94,7 @@ class Result:
     logprobs: list[dict[int, float]]
     prompt_logprobs: list[dict[int, float]]
     passes: list[list[Record]] = field(default_factory=list)
+    record: list[list[Cut]] = field(default_factory=list)
     computed_in: list[int] = field(default_factory=list)
 
     @property
@@ -101,9 +104,12 @@ class Result:
 
     @property
     def events(self) -> list[Record]:
-        """Events by ordinal, each from the last time it happened."""
-        latest = {event.ordinal: event for events in self.passes for event in events}
-        return [latest[ordinal] for ordinal in sorted(latest)]
+        """Events of the last time that it was computed."""
+        return self.passes[-1] if self.passes else []
+
+    def up_to(self, number: int) -> "Result":
+        """Return it as it was before its preemption of that number, counted from 1."""
+        return replace(self, passes=self.passes[:number], record=self.record[:number])
 
 
 @dataclass
@@ -399,12 +405,13 @@ class Passes:
     Attributes:
         events: events that a request had before each of its preemptions.
         tokens: per generated token of a request, preemptions before it was computed.
+        record: of each event of a request, what the scheduler has told the worker.
     """
 
     def __init__(self) -> None:
         self.events: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
-        self._begun: Counter[str] = Counter()
+        self.record: defaultdict[str, list[Cut]] = defaultdict(list)
 
     def watch(self, scheduler: Any) -> None:
         """Follow a scheduler from now on; it has no requests yet."""
@@ -417,7 +424,8 @@ class Passes:
             is_stock = not hasattr(scheduler, "kv_policy_planner")
             commands = NO_COMMANDS if is_stock else output.kv_policy_commands
             for event in commands.events:
-                self._begun[event.request_id] += 1
+                cut = event.position, event.budget
+                self.record[event.request_id].append(cut)
             # With the step, for it is answered when the next has been scheduled.
             output.preemptions_before = {
                 name: len(self.events.get(name, ()))
@@ -426,7 +434,7 @@ class Passes:
 
         def preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
             name = request.request_id
-            self.events.setdefault(name, []).append(self._begun[name])
+            self.events.setdefault(name, []).append(len(self.record[name]))
             return preempt(request, *args, **kwargs)
 
         def taken(output: Any, answer: Any) -> Any:
@@ -444,7 +452,7 @@ class Passes:
         scheduler._update_after_schedule = scheduled
         scheduler._preempt_request, scheduler.update_from_output = preempted, taken
 
-    def split(self, name: str, events: list[Record]) -> list[list[Record]]:
+    def split(self, name: str, events: list[Any]) -> list[list[Any]]:
         """Return a request's events, one list for each time it was (re)computed."""
         edges = [0, *self.events.get(name, ()), len(events)]
         return [events[first:last] for first, last in pairwise(edges)]
@@ -531,6 +539,7 @@ class Session:
                 job,
                 self.outputs[job.name],
                 passes.split(request_id, sum(records.get(request_id, []), [])),
+                passes.split(request_id, passes.record[request_id]),
                 passes.tokens.get(request_id, []),
             )
             for request_id, job in self.jobs.items()
@@ -541,7 +550,11 @@ class Session:
 
 
 def _result(
-    job: Job, output: Any, passes: list[list[Record]], computed_in: list[int]
+    job: Job,
+    output: Any,
+    passes: list[list[Record]],
+    record: list[list[Cut]],
+    computed_in: list[int],
 ) -> Result:
     completion = output.outputs[0]
     prompt_logprobs = (output.prompt_logprobs or [])[1:]
@@ -551,6 +564,7 @@ def _result(
         logprobs=[_plain(entry) for entry in completion.logprobs],
         prompt_logprobs=[_plain(entry) for entry in prompt_logprobs],
         passes=passes,
+        record=record,
         computed_in=computed_in,
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from support.engine.oracle_replay import Mismatch, activations
-from support.engine.oracle_selection import Report, check_positions, cut_gap
+from support.engine.oracle_selection import Report, check_record, cut_gap
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.rope import Rope
@@ -117,7 +117,7 @@ def check_plumbing(
         Mismatch: a decision differs where the reference leaves no doubt, or pages are
             not full, or there are not as many as the budget says.
     """
-    check_positions(result, config, block_size)
+    check_record(result, config, block_size)
     seen = activations(decoder, result)
     policy = build(config.policy, options)
     reference = Reference(decoder, policy, seen)

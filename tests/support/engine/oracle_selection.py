@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.engine.helpers import Cut
 from support.engine.oracle_replay import Mismatch, activations
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import event_positions, request_phase
 from vllm_kvpolicy.policies.allocators.ams import AMSConfig, select
 
@@ -228,7 +230,7 @@ def check_selection(
             budget_tokens=config.budget_tokens + protected,
             sink_tokens=max(config.sink_tokens, protected),
         )
-    check_positions(result, config, block_size)
+    check_record(result, config, block_size)
     seen = activations(decoder, result)
     selector = Selector(config, decoder)
     previous = None
@@ -280,12 +282,31 @@ def compare_row(
     return holds
 
 
-def check_positions(result: Any, config: KVPolicyConfig, block_size: int) -> None:
-    """Compare positions and frontiers with the event table.
+def check_record(result: Any, config: KVPolicyConfig, block_size: int) -> None:
+    """Compare positions, budgets and frontiers with the record of events.
+
+    With `always` that follows from the request. With `pressure` it is what the
+    scheduler told the worker, which may be anything but a budget below the floor.
 
     Raises:
-        Mismatch: an event is missing, or is somewhere else.
+        Mismatch: an event is missing, is somewhere else, or leaves something else.
     """
+    floor, record = config.budget_tokens, planned(result, config, block_size)
+    if config.events == PRESSURE:
+        record = result.record[-1]
+    got = [(event.position, event.budget) for event in result.events]
+    if got != record or any(budget < floor for _, budget in record):
+        raise Mismatch(
+            f"{result.job.name}: events {got}, expected {record}, none below {floor}"
+        )
+    for event in result.events:
+        frontier = (event.position - config.recent_tokens) // block_size * block_size
+        if event.frontier != frontier:
+            raise Mismatch(f"{result.job.name}: frontier {event.frontier}")
+
+
+def planned(result: Any, config: KVPolicyConfig, block_size: int) -> list[Cut]:
+    """Return the events that a request has with `always`."""
     prompt = result.job.prompt
     positions = event_positions(
         len(prompt),
@@ -297,11 +318,5 @@ def check_positions(result: Any, config: KVPolicyConfig, block_size: int) -> Non
     )
     # The newest token is never computed, so no event comes before it.
     num_computed = len(result.all_tokens) - 1
-    expected = list(takewhile(lambda position: position < num_computed, positions))
-    got = [event.position for event in result.events]
-    if got != expected:
-        raise Mismatch(f"{result.job.name}: events at {got}, expected {expected}")
-    for event in result.events:
-        frontier = (event.position - config.recent_tokens) // block_size * block_size
-        if event.frontier != frontier:
-            raise Mismatch(f"{result.job.name}: frontier {event.frontier}")
+    before = takewhile(lambda position: position < num_computed, positions)
+    return [(position, config.budget_tokens) for position in before]

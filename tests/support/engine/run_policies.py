@@ -214,7 +214,7 @@ def generate(
 def main(model: str, trace_dir: str, output: str, extent: str = "") -> None:
     """Run a policy of each tier; write what came out.
 
-    With `all`, stock, movers, a budget that never binds and a prefix cache, too.
+    With `all`, stock, movers, what never cuts and a prefix cache, too.
     """
     if ON_V2:
         install("vllm_kvpolicy.worker.backends.triton.KVPolicyTritonBackend")
@@ -245,6 +245,7 @@ def main(model: str, trace_dir: str, output: str, extent: str = "") -> None:
             "identity": {**KV_POLICY, "policy": "identity"},
             "ragged identity": KV_POLICY | ragged,
             "infinite": {**KV_POLICY, "policy": "streaming", "budget": 128},
+            "on call": {**KV_POLICY, "policy": "streaming", "events": "pressure"},
             **cases,
         }
     for name, policy in cases.items():

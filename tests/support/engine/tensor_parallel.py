@@ -15,6 +15,7 @@ from support.made_adapters import make_adapter
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
 from support.tiny_model import make_tiny_model
+from vllm_kvpolicy.config_keys import ALWAYS
 
 LAYERS, HIDDEN, SIZE, WINDOW, SINKS = 2, 64, 32, 32, 4
 POLICY = {"budget": 112, "interval": 64, "prefill_interval": 192}
@@ -85,11 +86,12 @@ def run_on(
     num_blocks: int = 120,
     lengths: Sequence[int] = LENGTHS,
     foresees: bool = False,
+    events: str = ALWAYS,
     **changes: Any,
 ) -> tuple[Run, dict[str, float]]:
     """Serve a request for each name; return what it gave, and the engine's counters."""
     values = {**POLICY, "policy": names[0], "allow": list(names[1:])}
-    values["policy_config"] = options
+    values |= {"policy_config": options, "events": events}
     jobs = [
         Job(
             name,
