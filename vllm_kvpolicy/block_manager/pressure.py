@@ -23,8 +23,8 @@ from vllm_kvpolicy.block_manager.forecast import Forecast
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
 from vllm_kvpolicy.events import NO_STEP, after_event
+from vllm_kvpolicy.observe.metrics import ENTERING, GROWTH, PRIORITY
 
-GROWTH, ENTERING, PRIORITY = "growth", "entering", "priority"  # causes of calls
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
 
 
@@ -351,4 +351,3 @@ class Levels:
         """Return those who are cut at a level, and to what."""
         gains, budget = self._gains(level), np.maximum(self.floor, level)
         return [(self.rows[i], int(budget[i])) for i in np.flatnonzero(gains)]
-
