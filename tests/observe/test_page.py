@@ -219,7 +219,7 @@ def test_under_pressure_it_shows_the_level_floors_and_who_was_never_cut(
     browser, port, monkeypatch
 ):
     """The level is below the floor of these requests, which they keep."""
-    level, floor = 45, 50
+    level, floor = 20, 60
     monkeypatch.setitem(FACTS, "events", "pressure")
     with (
         PlayedEngine(3, num_without=1) as engine,
@@ -242,7 +242,7 @@ def test_under_pressure_it_shows_the_level_floors_and_who_was_never_cut(
         for place, (request, row) in enumerate(zip(requests, rows, strict=True)):
             is_uncut, kept, title, *marks = row
             assert is_uncut == (not place) == (kept == "all")
-            assert title == "never cut, " * is_uncut + "floor 50, level 45"
+            assert title == "never cut, " * is_uncut + "floor 60, level 20"
             at = [100 * tokens / request["computed"] for tokens in (floor, level)]
             assert marks == pytest.approx(at, abs=0.01)
         assert faint_texts(page) == []
