@@ -156,7 +156,7 @@ class Client:
             "output_tokens": output,
             "capped": reason == "length",
             "repeated": repeated(tokens) if tokens else None,
-            "dropped": [[event, round(tokens, 3)] for event, tokens in said["dropped"]]
+            "dropped": [[each[0], round(each[1], 3)] for each in said["dropped"]]
             if said
             else None,
             "expected": list(asked.question.answers),

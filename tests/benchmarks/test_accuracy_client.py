@@ -54,7 +54,7 @@ def test_an_answer_becomes_a_line():
 
 
 def test_what_an_answer_says_of_its_events_is_in_its_line():
-    said = {"kv_policy": {"dropped": [[100, 32], [164, 48 + 1 / 3]]}}
+    said = {"kv_policy": {"dropped": [[100, 32, 96], [164, 48 + 1 / 3, 96]]}}
     fake = ChatServer(says={"5": said, "6": {"connector": 1}})
     lines, _ = ask(fake, [asked("5"), asked("6"), asked("7")])
     assert lines["5"]["dropped"] == [[100, 32], [164, 48.333]]

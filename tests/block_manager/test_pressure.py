@@ -147,9 +147,8 @@ def test_a_mix_that_does_not_fit_takes_no_longer_than_with_room(
     assert max(run.first.values()) <= 20
     budgets = [budget for _, _, budget in run.events]
     assert budgets and min(budgets) >= 96 and max(budgets) > 120
-    # Events at fixed positions that meet need nearly twice as many.
-    always = replace(MIX, policy={**MIX.policy, "events": "always"})
-    assert serve(always, model_config, PROMPTS, [300] * 8).steps > 1.8 * run.steps
+    never = replace(MIX, policy={**MIX.policy, "budget": 600, "events": "always"})
+    assert serve(never, model_config, PROMPTS, [300] * 8).steps > 1.8 * run.steps
 
 
 def test_prompts_are_cut_at_their_ends_for_one_that_waits(

@@ -36,7 +36,9 @@ def held(engine: Engine, name: str = "a") -> list[int]:
 
 
 def dropped(engine: Engine) -> list[tuple[int, float]]:
-    return list(engine.planner.states["a"].dropped.values())
+    state = engine.planner.states["a"]
+    assert all(budget == PLAN.budget for _, _, budget in state.dropped.values())
+    return [each[:2] for each in state.dropped.values()]
 
 
 def test_the_last_destinations_are_freed_and_local_blocks_stay():
@@ -79,8 +81,26 @@ def test_what_is_dropped_is_known_with_the_answer():
     engine.manager.give_back_surplus(stale)
     assert dropped(engine) == [(FIRST, 4.25 * N)]
     engine.manager.free("a")
+    assert not engine.planner.states["a"].is_uncut
     engine.planner.restart("a")
     assert dropped(engine) == []
+    (earlier,) = engine.planner.states["a"].earlier
+    assert earlier == (FIRST, 4.25 * N, PLAN.budget)
+    assert not engine.planner.states["a"].is_uncut
+
+
+def test_an_event_of_the_step_of_a_preemption_has_not_been():
+    """vLLM preempts a request that it has scheduled, events and all."""
+    engine = Engine(BLOCKS)
+    engine.add("a")
+    end = engine.compute("a", 0, FIRST)
+    engine.planner.finish_step({"a": FIRST})
+    engine.compute("a", end, 1)
+    assert dropped(engine)
+    engine.manager.free("a")
+    engine.planner.restart("a")
+    assert engine.planner.states["a"].is_uncut
+    assert not engine.planner.finish_step({}).events
 
 
 def test_heads_may_leave_pages_empty_where_all_blocks_are_in_use():

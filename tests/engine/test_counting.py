@@ -15,6 +15,7 @@ from support.sweeps import trials
 from vllm_kvpolicy.compat import COUNTING_CLASSES
 
 FIELDS = ("steps", "request_steps", "block_steps", "requests", "peak_blocks")
+FIELDS += ("bounded_requests", "uncut_requests")
 
 
 class Walk:
@@ -28,6 +29,7 @@ class Walk:
         self.scheduler = scheduler
         self.totals: Counter[str] = Counter()
         self.peaks: dict[str, int] = {}
+        self.cut: set[str] = set()
         self._watch(scheduler.kv_cache_manager, "allocate_slots", self._look)
         self._watch(scheduler, "schedule", self._step)
         free = scheduler._free_request
@@ -36,6 +38,10 @@ class Walk:
             peak = self.peaks.pop(request.request_id, 0)
             self.totals["requests"] += peak > 0
             self.totals["peak_blocks"] += peak
+            is_bounded = scheduler.kv_policy_entry.is_bounded(request.request_id)
+            self.totals["bounded_requests"] += peak > 0 and is_bounded
+            is_uncut = peak > 0 and is_bounded and request.request_id not in self.cut
+            self.totals["uncut_requests"] += is_uncut
             return free(request, *args, **kwargs)
 
         scheduler._free_request = counted
@@ -64,6 +70,7 @@ class Walk:
 
     def _step(self, output: Any) -> None:
         num_held = self._look()
+        self.cut |= {each.request_id for each in output.kv_policy_commands.events}
         if output.num_scheduled_tokens:
             self.totals["steps"] += 1
             self.totals["request_steps"] += len(self.scheduler.running)
@@ -83,9 +90,13 @@ def test_counters_are_what_a_walk_over_all_blocks_finds(policy, depth, model_con
         seen += simulation.run(trials(600))
         found = counters.read()
         assert {name: found[name] for name in FIELDS} == walk.totals
+        seen["uncut"] += int(found["uncut_requests"])
+        seen["cut"] += int(found["bounded_requests"] - found["uncut_requests"])
         assert not simulation.scheduler._peaks_before_preemption
     assert min(seen[key] for key in ("events", "preemptions", "aborts")) > 3, seen
     assert policy != "hard-tova" or seen["superblocks trimmed"] > 10
+    is_both = min(seen["cut"], seen["uncut"]) > 3
+    assert is_both if policy != "holes" else not seen["cut"] + seen["uncut"], seen
 
 
 def test_stock_counts_what_whole_requests_hold(tiny_model):

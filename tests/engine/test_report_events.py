@@ -3,14 +3,23 @@
 And the costs that follow: what the scheduler counts of the same requests.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.accuracy.cost import bounded_cost
-from support.engine.helpers import BLOCK, Engine, Session, footprint_of, make_jobs
+from support.engine.helpers import (
+    BLOCK,
+    Engine,
+    Result,
+    Session,
+    footprint_of,
+    make_jobs,
+)
 from support.made_gates import make_gates
+from vllm_kvpolicy.observe.metrics import CAUSES
 
 WINDOW = 40
 BASE = {"budget": 110, "interval": 48, "prefill_interval": 128, "recent": WINDOW}
@@ -29,12 +38,10 @@ def policy_of(name: str, folder: Path) -> dict[str, Any]:
     return {**BASE, **more, "report_events": True, "spread_events": False}
 
 
-def said_by(session: Session) -> dict[str, list[list[float]]]:
+def said_by(session: Session) -> dict[str, dict[str, list[list[float]]]]:
     """Return what the answers said, by name."""
-    found = {}
-    for name, output in session.outputs.items():
-        found[name] = output.kv_transfer_params["kv_policy"]["dropped"]
-    return found
+    outputs = session.outputs.items()
+    return {name: output.kv_transfer_params["kv_policy"] for name, output in outputs}
 
 
 @pytest.mark.parametrize("name", ["adakv-snapkv", "wgkv+snapkv"])
@@ -50,15 +57,58 @@ def test_answers_say_what_traces_hold(name, tiny_model, tmp_path):
         run, said = session.finish(), said_by(session)
     assert run.preemptions and len(said) == len(LENGTHS)
     for request, result in run.results.items():
-        expected = []
-        for event in result.passes[-1]:
-            kept = (event.survivors >= 0).sum(-1)
-            expected.append((event.position, event.frontier - kept.mean()))
-            assert not (kept % BLOCK).any()
-        assert expected
-        assert [tuple(each) for each in said[request]] == expected
-    slack = [tokens % BLOCK for events in said.values() for _, tokens in events]
+        assert result.passes[-1]
+        check_said(said[request], result)
+    slack = [each[1] % BLOCK for told in said.values() for each in told["dropped"]]
     assert any(slack) is ("wgkv" in name)
+    assert any("before_preemption" in told for told in said.values())
+
+
+def check_said(told: dict[str, list[list[float]]], result: Result) -> None:
+    """Compare what an answer said of its events with what traces hold of them.
+
+    What the last event before a preemption dropped may not have been heard of.
+    """
+    *earlier, last = result.passes or [[]]
+    expected = []
+    for event in last:
+        kept = (event.survivors >= 0).sum(-1)
+        dropped = event.frontier - kept.mean()
+        expected.append((event.position, dropped, event.budget))
+        assert not (kept % BLOCK).any()
+    assert [tuple(each) for each in told["dropped"]] == expected
+    before = [(event.position, event.budget) for event in sum(earlier, [])]
+    found = told.get("before_preemption", [])
+    assert [(position, budget) for position, _, budget in found] == before
+
+
+def test_under_pressure_answers_say_which_events_they_had_or_that_none(
+    tiny_model, tmp_path
+):
+    """Two alone find room; four beside each other are cut, to levels that differ."""
+    floor = 80
+    policy = policy_of("tova", tmp_path)
+    policy |= {"events": "pressure", "budget": floor, "recent": 16}
+    few, many = make_jobs(LENGTHS[:2], 60), make_jobs(LENGTHS, TOKENS, seed=1)
+    many = [replace(job, name=f"{job.name} later", arrives=80) for job in many]
+    with Engine(tiny_model, policy, tmp_path / "trace", **TIGHT) as engine:
+        assert engine.counters()["floor_tokens"] == floor
+        assert engine.counters()["level_tokens"] == 0
+        session = Session(engine, [*few, *many])
+        while session.step():
+            pass
+        run, said, found = session.finish(), said_by(session), engine.counters()
+    for request, result in run.results.items():
+        check_said(said[request], result)
+    uncut = [name for name, told in said.items() if told == {"dropped": []}]
+    assert {job.name for job in few} <= set(uncut) < set(said)
+    assert found["bounded_requests"] == len(said)
+    assert found["uncut_requests"] == len(uncut)
+    budgets = [each[2] for told in said.values() for each in told["dropped"]]
+    assert min(budgets) >= floor < max(budgets)
+    assert floor <= found["level_tokens"] <= max(budgets)
+    calls = [found[f"called_events_{cause}"] for cause in CAUSES]
+    assert 0 < sum(calls) <= found["events"] and not calls[-1]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "wgkv"])
@@ -76,7 +126,8 @@ def test_costs_are_what_the_scheduler_counts(name, tiny_model, tmp_path):
         footprint = footprint_of(policy, job)
         assert bool(footprint.window_blocks) is ("snapkv" in name)
         size = len(job.prompt), TOKENS
-        read, peak = bounded_cost(*size, footprint, said[job.name])
+        dropped = [each[:2] for each in said[job.name]["dropped"]]
+        read, peak = bounded_cost(*size, footprint, dropped)
         peaks += peak // BLOCK
         if name == "snapkv":
             assert (read, peak) == bounded_cost(*size, footprint)

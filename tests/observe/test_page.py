@@ -3,7 +3,7 @@
 import pytest
 
 from support.browser import faint_texts, thread_seconds, wait_for
-from support.live import KEY, PlayedEngine
+from support.live import FACTS, KEY, PlayedEngine
 from support.live_page import (
     CELL,
     IS_SHOWN,
@@ -49,6 +49,7 @@ def test_a_request_is_followed(browser, port, width, scheme):
         assert rows(page) == 3
         policy = page.locator("#rows td:nth-child(2)").first
         assert policy.inner_text().split("\n") == ["ams-tova", "64 / 32"]
+        assert page.locator(".level:visible, .floor:visible").count() == 0
         assert policy.evaluate("node => node.scrollWidth <= node.clientWidth")
         assert pixels(page) > 20
         before = page.inner_text("#rows tr td:nth-child(3)")
@@ -194,6 +195,59 @@ def test_events_are_drawn_as_the_legend_says(browser, port):
         drawn = [((x - left) / width, (y - top) / height) for x, y in points]
         assert sum(drawn, ()) == pytest.approx((0.5, 0, 1, 0.5, 0.5, 1, 0, 0.5))
         assert shape == "polygon(50% 0px, 100% 50%, 50% 100%, 0px 50%)"
+
+
+UNDER_PRESSURE = """() => {
+    showPools(); showRequests();
+    const left = (mark) => mark.hidden ? null : parseFloat(mark.style.left);
+    const rows = [...document.querySelectorAll("#rows tr")].map((row) => {
+        const [, floor, level] = row.querySelector(".keep").children;
+        const {innerText, title} = row.children[3];
+        return [row.classList.contains("uncut"), innerText, title, left(floor),
+                left(level)];
+    });
+    const pool = left(document.querySelector(".pool .level"));
+    return [view.engines[0].requests, rows, pool, $("legend").lastChild.innerText];
+}"""
+NO_LEVEL = """document.querySelector(".pool .level").hidden &&
+    $("legend").lastChild.hidden &&
+    !document.querySelector("#rows .level:not([hidden])")
+"""
+
+
+def test_under_pressure_it_shows_the_level_floors_and_who_was_never_cut(
+    browser, port, monkeypatch
+):
+    """The level is below the floor of these requests, which they keep."""
+    level, floor = 20, 60
+    monkeypatch.setitem(FACTS, "events", "pressure")
+    with (
+        PlayedEngine(3, num_without=1) as engine,
+        serving(port) as url,
+        page_of(browser) as page,
+    ):
+        engine.floor = floor
+        engine.counters.set("level_tokens", level)
+        unlock(page, url)
+        wait_for(page, "document.querySelectorAll('#rows tr.uncut').length === 1")
+        said = "cut when the pool runs short, to 64 tokens per KV head at least"
+        assert page.inner_text("#subtitle") == f"tiny · {said}"
+        assert page.inner_text("#own-head") == "floor / interval"
+        assert page.locator("#rows .own").first.inner_text() == f"{floor} / 32"
+        requests, rows, pool, legend = page.evaluate(UNDER_PRESSURE)
+        left = 7 - sum(each["held"] - floor for each in requests) // 32
+        assert pool == pytest.approx(100 * left / 30, abs=0.01)
+        words = f"if all were cut to the level, {level} tokens per KV head"
+        assert legend.split() == [str(left), *words.split()]
+        for place, (request, row) in enumerate(zip(requests, rows, strict=True)):
+            is_uncut, kept, title, *marks = row
+            assert is_uncut == (not place) == (kept == "all")
+            assert title == "never cut, " * is_uncut + "floor 60, level 20"
+            at = [100 * tokens / request["computed"] for tokens in (floor, level)]
+            assert marks == pytest.approx(at, abs=0.01)
+        assert faint_texts(page) == []
+        engine.num_without = 3
+        wait_for(page, NO_LEVEL)
 
 
 REDRAW = """() => {

@@ -31,8 +31,10 @@ def scheduler_of(computed, waiting=0):
         plan=SimpleNamespace(
             policy="ams-tova",
             budget=96,
-            footprint=SimpleNamespace(events=SimpleNamespace(interval=48)),
+            footprint=SimpleNamespace(events=SimpleNamespace(interval=48, budget=106)),
+            is_called=False,
         ),
+        is_uncut=False,
         ordinal=2,
         dropped_tokens=3 * SIZE,
         frontier_blocks=5,
@@ -89,6 +91,23 @@ def test_a_snapshot_has_the_pool_and_what_stock_would_hold(told):
     own_numbers = [(row["budget"], row["interval"]) for row in (first, second)]
     assert own_numbers == [(96, 48), (None, None)]
     assert last["id"] == "w1" and not last["running"]
+    assert [(row["floor"], row["uncut"]) for row in (first, second)] == [
+        (None, False),
+        (None, True),
+    ]
+
+
+def test_a_request_whose_events_are_called_for_has_a_floor(told):
+    """Its budget and the prompt that it keeps."""
+    own, listener = told
+    listener.listen()
+    scheduler = scheduler_of([320, 290])
+    state = scheduler.kv_policy_planner.states["r0"]
+    state.plan.is_called = state.is_uncut = True
+    own.publish(scheduler)
+    ((found,), _) = listener.read()
+    rows = [(row["floor"], row["budget"], row["uncut"]) for row in found["requests"]]
+    assert rows == [(106, 96, True), (None, None, True)]
 
 
 def test_a_request_that_ends_in_this_step_does_not_run(told):

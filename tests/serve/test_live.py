@@ -132,6 +132,7 @@ def test_the_overview_says_what_runs(shared_server):
     found = get(shared_server).json()
     assert (found["policy"], found["budget"]) == ("ams-tova", BUDGET)
     assert "fits" in found["capacity"] and found["block_size"] == BLOCK
+    assert found["events"] == "always"
     assert found["versions"]["vllm"].startswith("0.32") and found["kernels"]
     assert any("vLLM" in feature for feature in found["refused"])
 
@@ -155,9 +156,11 @@ def test_three_policies_are_followed_and_no_text_leaves(shared_server):
         found, pool_now = wait_until(lambda: state_with_events(shared_server))
         detail = get(shared_server, f"/requests/{found['ams-tova']['id']}").json()
     assert found["none"]["held"] == found["none"]["computed"]
+    assert found["none"]["uncut"] and found["none"]["floor"] is None
     for name in ("ams-tova", "streaming"):
         row = found[name]
         assert row["held"] < row["computed"] and row["returned"] > 0
+        assert not row["uncut"]
         assert row["blocks"] < -(-row["computed"] // BLOCK)
     assert pool_now["stock"] > pool_now["local"] + pool_now["global"] > 0
     last = detail["last"]

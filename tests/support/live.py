@@ -19,6 +19,7 @@ FACTS = {
     "policy": "ams-tova",
     "budget": 64,
     "interval": 32,
+    "events": "always",
     "model": "tiny",
     "block_size": 32,
     "capacity": "A line.",
@@ -66,6 +67,7 @@ def snapshot_record(at: float, requests: list[str]) -> dict[str, Any]:
     row = {"policy": "ams-tova", "running": True, "prompt": 60, "computed": 100}
     row |= {"budget": 64, "interval": 32}
     row |= {"held": 68, "blocks": 3, "events": 1, "returned": 1}
+    row |= {"floor": None, "uncut": False}
     pool = {"local": 5, "global": 2, "cached": 1, "free": 23, "total": 30, "stock": 9}
     return {
         "kind": "snapshot",
@@ -90,6 +92,7 @@ class PlayedEngine:
 
     Attributes:
         is_silent: it tells nothing, as an engine within a long step.
+        floor: of requests; None where no events are called for.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class PlayedEngine:
         self.counters.set("global_blocks", 2 * bool(num_requests))
         self.num_steps = self.num_told = self.num_events = 0
         self.is_silent = False
+        self.floor: int | None = None
         self.num_without, self._most_events = num_without, most_events
         self._period, self._end = period, threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -122,6 +126,9 @@ class PlayedEngine:
             for place, row in enumerate(snapshot["requests"]):
                 row["computed"] += self.num_steps
                 row["events"] = int(place >= self.num_without)
+                row["floor"] = self.floor
+                if not row["events"]:
+                    row |= {"uncut": True, "held": row["computed"]}
             self.scheduler.append(snapshot)
             is_over = self.num_events == self._most_events
             for name in self.names[self.num_without :][: not is_over]:

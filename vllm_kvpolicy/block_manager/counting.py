@@ -61,8 +61,13 @@ class CountingMixin:
         earlier = self._peaks_before_preemption.pop(request_id, 0)
         peak = max(earlier, self._most_held(request_id))
         if peak:
-            self.kv_policy_counters.add(requests=1, peak_blocks=peak)
+            more = self._ended(request_id)
+            self.kv_policy_counters.add(requests=1, peak_blocks=peak, **more)
         return super()._free_request(request, *args, **kwargs)
+
+    def _ended(self, request_id: str) -> dict[str, int]:
+        """Return what else is counted of a request that has held something and ends."""
+        return {}
 
     def shutdown(self) -> None:
         """Stop; the counters end with the engine."""

@@ -96,9 +96,10 @@ class RequestState:
         folds: first and last + 1 of the positions at which it has events as inside a
             prompt, because what it begins with does not fit whole; None for none.
         most_held: most superblocks held just before some were given back.
-        dropped: by serial, the position of each event, and how many tokens had been
-            dropped after it, per KV head, mean over layers and heads. Of an event whose
-            answer is under way, those that were certain to be.
+        dropped: by serial, the position of each event, how many tokens had been
+            dropped after it, per KV head, mean over layers and heads, and its budget.
+            Of an event whose answer is under way, those that were certain to be.
+        earlier: the same of its events before it was preempted, if it was.
     """
 
     plan: RequestPlan
@@ -115,7 +116,8 @@ class RequestState:
     call: Call | None = None
     folds: tuple[int, int] | None = None
     most_held: int = 0
-    dropped: dict[int, tuple[int, float]] = field(default_factory=dict)
+    dropped: dict[int, tuple[int, float, int]] = field(default_factory=dict)
+    earlier: tuple[tuple[int, float, int], ...] = ()
 
     @property
     def footprint(self) -> Footprint:
@@ -214,12 +216,17 @@ class RequestState:
         block_size = self.footprint.block_size
         return (self.frontier_blocks - self.global_blocks) * block_size
 
+    @property
+    def is_uncut(self) -> bool:
+        """Whether it has had no event, before a preemption either."""
+        return not (self.dropped or self.earlier)
+
     def note_dropped(self, used: UsedBlocks) -> None:
         """Note what one of the request's events has dropped, later events or not."""
-        position, certain = self.dropped[used.serial]
+        position, certain, budget = self.dropped[used.serial]
         frontier = self.footprint.frontier_blocks(position)
         dropped = (frontier - used.num_blocks + used.slack) * self.footprint.block_size
-        self.dropped[used.serial] = position, max(dropped, certain)
+        self.dropped[used.serial] = position, max(dropped, certain), budget
 
 
 @dataclass
@@ -255,10 +262,13 @@ class Planner:
         if state is None:
             return
         self._windows.pop(request_id, None)
-        self._events.pop(request_id, None)
+        undone = self._events.pop(request_id, None)
+        if undone is not None:  # of this step, in which the request no longer runs
+            del state.dropped[undone.serial]
         self._late.pop(request_id, None)
         self.num_global_blocks -= state.global_blocks
-        self.states[request_id] = RequestState(state.plan)
+        earlier = *state.earlier, *state.dropped.values()
+        self.states[request_id] = RequestState(state.plan, earlier=earlier)
 
     def remove(self, request_id: str) -> None:
         """Forget a finished or aborted request."""
@@ -351,7 +361,7 @@ class Planner:
         self.num_global_blocks += len(dest_blocks) - num_global
         state.global_blocks = len(dest_blocks)
         state.serial = self.num_events
-        state.dropped[state.serial] = position, state.dropped_tokens
+        state.dropped[state.serial] = position, state.dropped_tokens, budget
         self.num_events += 1
         self._events[request_id] = CompactEvent(
             request_id=request_id,

@@ -24,8 +24,8 @@ from vllm_kvpolicy.block_manager.forecast import Forecast, course_peak
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
 from vllm_kvpolicy.events import NO_STEP, after_any_event, after_event
+from vllm_kvpolicy.observe.metrics import ENTERING, GROWTH, PRIORITY
 
-GROWTH, ENTERING, PRIORITY = "growth", "entering", "priority"  # causes of calls
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
 
 

@@ -33,7 +33,7 @@ from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import request_phase
-from vllm_kvpolicy.observe.metrics import LIVE
+from vllm_kvpolicy.observe.metrics import CAUSES, LIVE
 from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.observe.snapshots import Snapshots
 from vllm_kvpolicy.sizes import (
@@ -143,6 +143,10 @@ class KVPolicySchedulerMixin(CountingMixin):
             ),
             calls_events=self.kv_policy_config.events == PRESSURE,
         )
+        if self.kv_policy_entry.calls_events:
+            self.kv_policy_counters.set(
+                floor_tokens=self.kv_policy_config.budget_tokens
+            )
         if self.perf_metrics is not None:
             self.perf_metrics = HeldMetrics(self.vllm_config)
         self.kv_policy_snapshots: Snapshots | None = None
@@ -396,6 +400,7 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _count(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager
         entry, (local, survivors) = self.kv_policy_entry, manager.pool_counts()
+        calls = entry.pressure.num_calls
         counters.set(
             local_blocks=local,
             global_blocks=survivors,
@@ -403,6 +408,8 @@ class KVPolicySchedulerMixin(CountingMixin):
             held_back=entry.num_held_back,
             waits=entry.num_waits,
             foreseen_blocks=entry.forecast.most(),
+            level_tokens=entry.pressure.level or 0,
+            **{f"called_events_{cause}": calls[cause] for cause in CAUSES},
         )
         states = self.kv_policy_planner.states
         if counters.ratio_due() or not states:
@@ -421,6 +428,12 @@ class KVPolicySchedulerMixin(CountingMixin):
         state = self.kv_policy_planner.states.get(request_id)
         earlier = 0 if state is None else state.most_held
         return max(self.kv_policy_manager.num_held(request_id), earlier)
+
+    def _ended(self, request_id: str) -> dict[str, int]:
+        if not self.kv_policy_entry.is_bounded(request_id):
+            return {}
+        is_uncut = self.kv_policy_planner.states[request_id].is_uncut
+        return {"bounded_requests": 1, "uncut_requests": int(is_uncut)}
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("drop_stale_output"):  # as it is where users reset the cache
@@ -453,7 +466,10 @@ class KVPolicySchedulerMixin(CountingMixin):
         state = self.kv_policy_planner.states.get(request_id)
         if state is None or not self.kv_policy_config.report_events:
             return None
-        return {"kv_policy": {"dropped": list(state.dropped.values())}}
+        said = {"dropped": list(state.dropped.values())}
+        if state.earlier:
+            said["before_preemption"] = list(state.earlier)
+        return {"kv_policy": said}
 
     def shutdown(self) -> None:
         """Stop; what the engine tells others ends with it."""

@@ -29,6 +29,9 @@ Observer = TypeVar("Observer")
 
 # What only observes, as `kvpolicy_observers_off` calls it.
 TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
+# Why the scheduler calls for events: running requests grow, one waits that would fit,
+# and one waits that is more urgent than some that run.
+CAUSES = GROWTH, ENTERING, PRIORITY = "growth", "entering", "priority"
 
 
 @dataclass(frozen=True)
@@ -37,19 +40,21 @@ class Series:
 
     Args:
         kind: "counter" or "gauge".
-        observers: values of its label `observer`; empty where it has no such label.
+        label: its own, beside those that all series have; empty for none.
+        values: of that label.
     """
 
     name: str
     kind: str
     help: str
-    observers: tuple[str, ...] = ()
+    label: str = ""
+    values: tuple[str, ...] = ()
 
     @property
     def fields(self) -> dict[str, tuple[str, ...]]:
         """Its values in a counter file, by name, each with the label's value if any."""
         labelled: dict[str, tuple[str, ...]]
-        labelled = {f"{self.name}_{each}": (each,) for each in self.observers}
+        labelled = {f"{self.name}_{each}": (each,) for each in self.values}
         return labelled or {self.name: ()}
 
 
@@ -72,6 +77,29 @@ SERIES = (
     Series("request_steps", "counter", "Running requests, summed over engine steps."),
     Series("block_steps", "counter", "Superblocks held, summed over engine steps."),
     Series("requests", "counter", "Finished requests that had held superblocks."),
+    Series("bounded_requests", "counter", "Those of them that had a bound."),
+    Series(
+        "uncut_requests",
+        "counter",
+        "Those with a bound that ended without an event: nothing of them was dropped.",
+    ),
+    Series(
+        "called_events",
+        "counter",
+        "Events that were called for, by what made the pool run short.",
+        "cause",
+        CAUSES,
+    ),
+    Series(
+        "level_tokens",
+        "gauge",
+        "Tokens per KV head to which the last calls cut; 0 before any.",
+    ),
+    Series(
+        "floor_tokens",
+        "gauge",
+        "Fewest tokens per KV head to which calls cut; 0 where none are called for.",
+    ),
     Series(
         "tokens_left",
         "counter",
@@ -115,6 +143,7 @@ SERIES = (
         "observers_off",
         "gauge",
         "1 where something that only observes has failed and tells no more.",
+        "observer",
         (TRACE, LIVE, COUNTER_FILE),
     ),
 )
@@ -313,15 +342,15 @@ class Collector:
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
         found = {index: self._read(name) for index, name in self.engines.items()}
         for series in SERIES:
-            names = ("model_name", "engine", *("observer",) * bool(series.observers))
+            names = ("model_name", "engine", *(series.label,) * bool(series.label))
             family = families[series.kind](
                 f"kvpolicy_{series.name}", series.help, labels=names
             )
             for index, values in found.items():
                 own = (self.model_name, str(index))
-                for field, observer in series.fields.items():
+                for field, value in series.fields.items():
                     if field in values:
-                        family.add_metric((*own, *observer), values[field])
+                        family.add_metric((*own, *value), values[field])
             if family.samples:
                 yield family
 

@@ -142,7 +142,9 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
     `computed` and `held` are tokens per KV head, `blocks` and `returned` superblocks:
     those that it holds, and those that it would hold more without events. `budget` and
     `interval` are the request's own, in tokens; None without a policy, and the budget
-    of a policy that takes none.
+    of a policy that takes none. `floor` is what calls leave of it at least, a prompt
+    that is kept included; None where no events are called for. `uncut` is false from
+    its first event on, preempted or not.
     """
     state = scheduler.kv_policy_planner.states.get(request.request_id)
     computed = request.num_computed_tokens
@@ -151,6 +153,7 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
         "policy": "none",
         "budget": None,
         "interval": None,
+        "floor": None,
         "running": is_running,
         "prompt": request.num_prompt_tokens,
         "computed": computed,
@@ -158,11 +161,15 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
         "blocks": scheduler.kv_policy_manager.num_held(request.request_id),
         "events": 0,
         "returned": 0,
+        "uncut": True,
     }
     if state is not None:
         row["policy"] = state.plan.policy
         row["budget"] = state.plan.budget
         row["interval"] = state.plan.footprint.events.interval
+        if state.plan.is_called:
+            row["floor"] = state.plan.footprint.events.budget
+        row["uncut"] = state.is_uncut
         row["held"] = computed - state.dropped_tokens
         row["events"] = state.ordinal
         row["returned"] = state.frontier_blocks - state.global_blocks

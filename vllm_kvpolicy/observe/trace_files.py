@@ -53,7 +53,7 @@ class EventRecord:
         position: tokens computed before the event.
         ordinal: 0 for the request's first event, and again after a preemption.
         frontier: tokens at this position and later are local, all kept.
-        budget: K, tokens per KV head.
+        budget: K of this event, tokens per KV head, a prompt that is kept included.
         prompt: tokens of the prompt.
         sinks: first tokens that are always kept, protected prompt included.
         block_size: N, tokens per page.
@@ -189,7 +189,8 @@ def run_in(folder: Path) -> Path:
     if not runs:
         raise ValueError(
             f"trace: no events in {str(folder)!r}; a request has its first event "
-            "once it holds budget + interval tokens"
+            "once it holds budget + interval tokens, with --kv-events pressure once "
+            "the pool runs short"
         )
     if len(runs) > 1:
         raise ValueError(

@@ -85,7 +85,7 @@ class PolicyServer:
         tokens = [self._first(body, is_off), *range(body["max_tokens"] - 1)]
         answer: dict = {"choices": [{"token_ids": tokens}]}
         if not is_off:
-            said = [[200 + index, 32] for index in range(events)]
+            said = [[200 + index, 32, self.budget] for index in range(events)]
             answer["kv_transfer_params"] = {"kv_policy": {"dropped": said}}
         return web.json_response(answer)
 
