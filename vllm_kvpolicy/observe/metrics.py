@@ -67,6 +67,12 @@ SERIES = (
         "Superblocks that hold local tokens, at and above the frontiers.",
     ),
     Series("global_blocks", "gauge", "Superblocks that hold survivors."),
+    Series(
+        "budget_tokens",
+        "gauge",
+        "The server's budget, tokens per KV head: the floor where events are called "
+        "for; 0 for a policy without one.",
+    ),
     Series("keep_ratio", "gauge", "Tokens held / tokens computed, over live requests."),
     Series("steps", "counter", "Engine steps that computed tokens."),
     Series("request_steps", "counter", "Running requests, summed over engine steps."),
