@@ -37,6 +37,25 @@ def test_plain_form_survives_json_and_pickle():
     assert hash(KVPolicyConfig.from_dict(plain)) == hash(built)
 
 
+def test_the_pools_share_has_a_number_and_stays_a_word():
+    built = config(budget="auto", events="pressure")
+    assert (built.budget_tokens, built.is_auto) == (256, True)
+    assert built.to_dict()["budget"] == "auto"
+    assert KVPolicyConfig.from_dict(built.to_dict()) == built
+    known = built.with_budget(640)
+    assert (known.budget_tokens, known.to_dict()) == (640, built.to_dict())
+    assert not config(budget=256, events="pressure").is_auto
+    assert known.with_request({"kv_budget": 512}).budget_tokens == 512
+
+
+@pytest.mark.parametrize("policy", ["tova", "rpc", "tova+quest"])
+def test_events_on_call_suit_every_policy_with_a_budget(policy):
+    built = config(policy=policy, events="pressure")
+    assert (built.events, config(policy=policy).events) == ("pressure", "always")
+    # Requests for a policy without one are not cut, beside others that are.
+    config(events="pressure", allow=["quest"])
+
+
 def test_none_stands_for_the_default():
     assert config(recent=None).recent_tokens == 32
     assert config(spread_events=None).spread_events
@@ -124,6 +143,14 @@ def test_events_inside_prompts_can_be_left_out():
             ["interval: got 64", "65"],
         ),
         ({"policy": "snapkv", "prefill_interval": 8}, ["prefill_interval: got 8"]),
+        ({"events": "sometimes"}, ["events: got 'sometimes'", "always", "pressure"]),
+        ({"events": "pressure", "policy": "quest"}, ["events: got", "no budget"]),
+        ({"events": "pressure", "policy": "holes"}, ["'holes'", "expected 'always'"]),
+        ({"budget": "auto"}, ["budget: got 'auto'", "a number", "events 'pressure'"]),
+        (
+            {"budget": "auto", "events": "pressure", "policy": "rpc"},
+            ["budget: got 'auto'", "kept whole", "protect_prompt false"],
+        ),
     ],
 )
 def test_bad_values_name_key_value_and_valid_ones(values, words):
@@ -226,6 +253,9 @@ def test_requests_may_switch_the_policy_off():
         ({"kv_policy": "snapkv"}, ["kv_policy: got 'snapkv'", "'none'", "'tova'"]),
         ({"kv_policy": "none", "kv_budget": 96}, ["kv_budget", "no effect"]),
         ({"kv_bugdet": 96}, ["'kv_bugdet'", "kv_budget", "kv_policy"]),
+        ({"kv_budget": "auto"}, ["kv_budget: got 'auto', expected an integer >= 1"]),
+        ({"kv_events": "always"}, ["the server's own key 'kv_events'", "kv_budget"]),
+        ({"kv_live": True}, ["the server's own key 'kv_live'"]),
     ],
 )
 def test_bad_requests_name_key_value_and_valid_ones(extra_args, words):

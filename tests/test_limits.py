@@ -1,5 +1,6 @@
 """Sizes of an engine: what one policy needs does not weigh on the others."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,9 +10,12 @@ from vllm.v1.core.kv_cache_utils import estimate_max_model_len
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.sizes import (
+    auto_budget,
     capacity_line,
     max_blocks_per_request,
     max_global_blocks,
+    most_blocks,
+    query_rows,
     sharing_line,
 )
 
@@ -27,7 +31,7 @@ ENGINE = SimpleNamespace(
         hf_text_config=SimpleNamespace(layer_types=None),
     ),
     scheduler_config=SimpleNamespace(
-        max_num_batched_tokens=2048, async_scheduling=False
+        max_num_batched_tokens=2048, async_scheduling=False, max_num_seqs=16
     ),
     parallel_config=None,
 )
@@ -142,3 +146,65 @@ def test_a_budget_that_nothing_reaches_is_said() -> None:
     # An event inside a prompt comes earlier.
     inside = KVPolicyConfig("tova", budget_tokens=1800, prefill_interval_tokens=128)
     assert "holds at most" in capacity_line(short, inside, 9000)
+
+
+AUTO = KVPolicyConfig.from_dict(
+    {"policy": "tova", "budget": "auto", "events": "pressure"}
+)
+
+
+def test_the_pools_share_by_hand() -> None:
+    # 200 superblocks each. One is the query window's, one for rounding; 198 of 32
+    # tokens, less 512 of growth, are 5,824, a multiple of 64.
+    assert auto_budget(ENGINE, AUTO, 16 * 200 + 1) == 5824
+    assert auto_budget(ENGINE, AUTO, 16 * 200) == 5760  # vLLM's null block is one
+    assert auto_budget(ENGINE, AUTO, 16 * WHOLE) < LONGEST
+    assert auto_budget(ENGINE, AUTO, 16 * WHOLE + 1) == LONGEST  # nobody is ever cut
+    # Too little for all, or not known yet.
+    assert auto_budget(ENGINE, AUTO, 400) == auto_budget(ENGINE, AUTO, None) == 256
+
+
+def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept() -> None:
+    wide = replace(AUTO, allow=("snapmax",))  # 256 queries: 16 superblocks, not 1
+    assert auto_budget(ENGINE, wide, 16 * 200 + 1) == 5824 - 15 * SIZE - 32
+    recent = replace(AUTO, recent_tokens=300)
+    assert auto_budget(ENGINE, recent, None) == 384  # 4 + 300 + 32 and up
+    recent.with_budget(384).validate_block_size(SIZE)
+    model = SimpleNamespace(**vars(ENGINE.model_config) | {"max_model_len": 100})
+    short = SimpleNamespace(**vars(ENGINE) | {"model_config": model})
+    assert auto_budget(short, AUTO, None) == 100
+
+
+@pytest.mark.parametrize("share", [60, 61, 97, 250, 1001])
+@pytest.mark.parametrize("interval", [64, 100, 512])
+@pytest.mark.parametrize("policy", ["tova", "snapkv", "expected"])
+def test_as_many_as_may_run_fit_with_the_pools_share(
+    share: int, interval: int, policy: str
+) -> None:
+    interval = max(interval, 128 if policy == "expected" else 0)
+    config = replace(AUTO, policy=policy, interval_tokens=interval)
+    budget = auto_budget(ENGINE, config, 16 * share + 1)
+    sizes = LONGEST, SIZE, query_rows(ENGINE)
+    assert budget % 64 == 0 and budget > 256
+    assert most_blocks(config.with_budget(budget), 1, *sizes) <= share
+    assert most_blocks(config.with_budget(budget + 2 * 64), 1, *sizes) > share
+
+
+def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
+    config = replace(AUTO, is_auto=False).with_budget(1024)
+    line = capacity_line(ENGINE, config, 16 * 200 + 1)
+    held = most_blocks(config, 1, LONGEST, SIZE, query_rows(ENGINE))
+    assert "none below 1024 tokens per KV head; the pool of 3200 blocks" in line
+    assert f"fits 0 requests of {LONGEST} tokens uncut, {WHOLE} blocks each" in line
+    assert f"and {3200 // held} at their floors, {held} blocks each" in line
+    assert line.endswith(
+        f"16 at once (--max-num-seqs) nobody is ever cut in a pool of "
+        f"{16 * WHOLE} blocks"
+    )
+    chosen = capacity_line(ENGINE, AUTO.with_budget(5824), 16 * 200 + 1)
+    assert "none below 5824 tokens per KV head (auto);" in chosen
+    assert "and 16 at their floors" in chosen
+    assert capacity_line(ENGINE, AUTO.with_budget(LONGEST), 9**9).endswith("drops any")
+    assert f"share up to {LONGEST} prompt tokens, as far as" in sharing_line(
+        ENGINE, config
+    )

@@ -27,6 +27,7 @@ def test_keywords_become_the_plain_form(made):
         kv_interval=64,
         kv_recent=16,
         kv_sinks=2,
+        kv_events="pressure",
         kv_policy_config={"preset": "code"},
         dtype="float32",
     )
@@ -36,6 +37,7 @@ def test_keywords_become_the_plain_form(made):
     assert (config.budget_tokens, config.interval_tokens) == (128, 64)
     assert (config.recent_tokens, config.sink_tokens) == (16, 2)
     assert config.resolved().options["preset"] == "code"
+    assert config.events == "pressure"
 
 
 def test_without_a_policy_it_is_vllms_class(made):

@@ -14,11 +14,13 @@ from typing import Any
 
 from vllm_kvpolicy.config_keys import (
     ALWAYS,
+    AUTO,
     DEFAULT_PREFILL_INTERVAL,
     DEFAULT_RECENT,
     DEFAULT_SINKS,
     FLAG_KEYS,
     INTEGER_KEYS,
+    LEAST_AUTO,
     PRESSURE,
     SERVER_OPTIONS,
     SWITCHES,
@@ -45,7 +47,9 @@ class KVPolicyConfig:
 
     Args:
         policy: name in the grammar of policies.names.
-        budget_tokens: K, held right after an event: sinks + selected + local.
+        budget_tokens: K, held right after an event: sinks + selected + local. AUTO
+            becomes the least that it may stand for, until the pool is known; see
+            `sizes.settled`.
         interval_tokens: I, tokens between two events.
         recent_tokens: R, newest tokens that are always kept.
         sink_tokens: S, first tokens that are always kept.
@@ -84,6 +88,8 @@ class KVPolicyConfig:
     report_events: bool = False
     live: bool = False
     live_text: bool = False
+    # The budget was AUTO; not a key.
+    is_auto: bool = False
     # By policy name: what follows from `options`, made once and shared with requests.
     _resolved: dict[str, ResolvedPolicy] = field(
         default_factory=dict, repr=False, compare=False
@@ -94,7 +100,15 @@ class KVPolicyConfig:
     def __post_init__(self, is_checked: bool) -> None:
         if not is_checked:
             object.__setattr__(self, "_resolved", {})
+            self._read_budget()
             self._check()
+
+    def _read_budget(self) -> None:
+        """Put a number in place of AUTO."""
+        given: Any = self.budget_tokens
+        if given == AUTO:
+            object.__setattr__(self, "is_auto", True)
+            object.__setattr__(self, "budget_tokens", LEAST_AUTO)
 
     def _check(self) -> None:
         """Check every value, alone and together with the others.
@@ -119,12 +133,38 @@ class KVPolicyConfig:
             if value is not None or getattr(KVPolicyConfig, key.field) is not None:
                 key.check(value)
         _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
-        if self.events not in (ALWAYS, PRESSURE):
-            got = shown(self.events)
-            raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
         trace_folder(self.trace_dir)
         check_switches(vars(self))
         self._check_windows(self.policy)
+        self._check_events()
+
+    def _check_events(self) -> None:
+        """Check when events come, with the policies and the budget.
+
+        Raises:
+            ValueError: no budget could be a floor, or AUTO where the pool does not say
+                what it stands for.
+        """
+        if self.events not in (ALWAYS, PRESSURE):
+            got = shown(self.events)
+            raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
+        infos = [each.info for each in self.all_resolved]
+        if self.events == PRESSURE and all(info.keeps_all for info in infos):
+            raise ValueError(
+                f"events: got {PRESSURE!r} with {self.policy!r}, which has no budget "
+                f"to stop at, expected {ALWAYS!r} or a policy with a scorer"
+            )
+        if self.is_auto and self.events == ALWAYS:
+            raise ValueError(
+                f"budget: got {AUTO!r} with events {ALWAYS!r}, expected a number, or "
+                f"events {PRESSURE!r}: what {ALWAYS!r} keeps of a request must not "
+                "depend on the pool"
+            )
+        if self.is_auto and self.may_protect_prompt:
+            raise ValueError(
+                f"budget: got {AUTO!r} where prompts are kept whole, expected a number, "
+                "or protect_prompt false: what they take of the pool is not known"
+            )
 
     @property
     def may_protect_prompt(self) -> bool:
@@ -280,6 +320,7 @@ class KVPolicyConfig:
         """Return the plain form: JSON-able, and `from_dict` makes an equal object."""
         values: dict[str, Any] = {"policy": self.policy}
         values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
+        values |= {"budget": AUTO} if self.is_auto else {}
         values |= {"policy_config": dict(self.options), "allow": list(self.allow)}
         values |= {"events": self.events, "protect_prompt": self.protect_prompt}
         values |= {"trace_dir": self.trace_dir}
@@ -346,7 +387,7 @@ class KVPolicyConfig:
             label = f"kv_{key.key}"
             if label in asked:
                 value, limit = asked[label], getattr(self, key.field)
-                changes[key.field] = key.check(value, label)
+                changes[key.field] = key.check(value, label, of_request=True)
                 why = self.resolved(policy_name).info.fixed_keys.get(key.key)
                 if value > limit or (why and value < limit):
                     wanted = f"{'' if why else 'at most '}the server's {limit}"
@@ -359,15 +400,23 @@ class KVPolicyConfig:
         config._check_budget("kv_budget", block_size)
         return config
 
-    def _check_budget(self, key: str, page_tokens: int) -> None:
-        """Raise ValueError unless the always-kept tokens leave room for a page.
+    def with_budget(self, tokens: int) -> "KVPolicyConfig":
+        """Return the same with a number in place of AUTO."""
+        return replace(self, is_checked=True, budget_tokens=tokens)
+
+    def least_budget(self, page_tokens: int) -> int:
+        """Return the tokens that are always kept, and room for a page.
 
         For example 4 sinks and 32 recent tokens need a budget of 68 with pages of 32.
         """
+        return self.sink_tokens + self.recent_tokens + page_tokens
+
+    def _check_budget(self, key: str, page_tokens: int) -> None:
+        """Raise ValueError unless the always-kept tokens leave room for a page."""
         if self.resolved().info.is_unbounded:
             return
         sinks, recent = self.sink_tokens, self.recent_tokens
-        least = sinks + recent + page_tokens
+        least = self.least_budget(page_tokens)
         if self.budget_tokens < least:
             page = f"one page of {page_tokens}" if page_tokens > 1 else "one page"
             raise ValueError(
@@ -391,11 +440,18 @@ class ConfigValues(Mapping[str, Any]):
     def __init__(self, values: Mapping[str, Any]) -> None:
         self._values = dict(values)
         self._graph: tuple[str, ...] | None = None
+        self._budget: int | None = None
 
     @cached_property
     def policy(self) -> KVPolicyConfig:
-        """What the values under `CONFIG_KEY` say."""
-        return KVPolicyConfig.from_dict(self._values[CONFIG_KEY])
+        """What the values under `CONFIG_KEY` say, with the budget that was set."""
+        config = KVPolicyConfig.from_dict(self._values[CONFIG_KEY])
+        return config if self._budget is None else config.with_budget(self._budget)
+
+    def set_budget(self, tokens: int) -> None:
+        """Set what a budget of AUTO stands for, here and in copies made from now on."""
+        self._budget = tokens
+        vars(self).pop("policy", None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes get: each makes its own `policy`."""

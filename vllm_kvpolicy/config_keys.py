@@ -13,6 +13,8 @@ from typing import Any, Protocol
 DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
 DEFAULT_PREFILL_INTERVAL = 4096  # or the whole superblocks in it
 WHOLE_PROMPT = "prompt"  # a prefill interval that no prompt is as long as
+AUTO = "auto"  # a budget that follows from the pool, see `sizes.auto_budget`
+LEAST_AUTO = 256  # tokens of such a budget
 MOST = 2**31 - 1  # of any integer, far above every context
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -58,18 +60,26 @@ class IntegerKey:
     is_flag: bool = True
     word: str | None = None
 
-    def check(self, value: Any, label: str | None = None) -> Any:
+    def check(
+        self, value: Any, label: str | None = None, of_request: bool = False
+    ) -> Any:
         """Return `value` if it is a valid integer, or the word in place of one.
+
+        Args:
+            value: as the user gave it.
+            label: the key as the user knows it.
+            of_request: a request gives it, which may not use the word.
 
         Raises:
             ValueError: anything else, True and 64.0 included.
         """
-        if self.word is not None and value == self.word:
+        has_word = self.word is not None and not of_request
+        if has_word and value == self.word:
             return value
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         if is_integer and self.minimum <= value <= MOST:
             return value
-        word = "" if self.word is None else f" or {self.word!r}"
+        word = f" or {self.word!r}" if has_word else ""
         valid = f"an integer >= {self.minimum}"
         if is_integer and value > MOST:
             valid = f"at most {MOST}"
@@ -84,7 +94,10 @@ INTEGER_KEYS = (
         "budget_tokens",
         1,
         "tokens per KV head left after an event: sinks, selected and newest tokens; at "
-        "least sinks, recent and one block",
+        "least sinks, recent and one block; with events `pressure` the fewest that a "
+        f"request is cut to, or `{AUTO}`: what the pool has for each of max-num-seqs "
+        f"requests of max-model-len, at least {LEAST_AUTO}",
+        word=AUTO,
     ),
     IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
     IntegerKey("recent", "recent_tokens", 0, "newest tokens that are always kept"),
@@ -167,7 +180,7 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the keys of a request that are ours.
 
     Raises:
-        ValueError: a key begins like ours and is unknown.
+        ValueError: a key begins like ours and is unknown, or the server's alone.
     """
     known = ("kv_policy", *(f"kv_{key.key}" for key in FLAG_KEYS))
     asked = {}
@@ -175,8 +188,9 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         if key in known:
             asked[key] = value
         elif key.startswith("kv_") and key not in _VLLM_REQUEST_KEYS:
+            what = "server's own" if key[3:] in VALID_KEYS else "unknown"
             raise ValueError(
-                f"vllm_xargs: got the unknown key {shown(key)}, expected one of "
+                f"vllm_xargs: got the {what} key {shown(key)}, expected one of "
                 f"{', '.join(known)}"
             )
     return asked

@@ -18,7 +18,8 @@ class LLM(vllm.LLM):
     Args:
         model: folder or name, as for vLLM's `LLM`.
         kv_policy: name of the policy; None is stock vLLM.
-        kv_budget: K, tokens per KV head right after an event.
+        kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
+            share of a request, with kv_events "pressure".
         kv_interval: tokens between events.
         kv_recent: newest tokens that are always kept.
         kv_sinks: first tokens that are always kept.
@@ -36,7 +37,7 @@ class LLM(vllm.LLM):
         model: str,
         *,
         kv_policy: str | None = None,
-        kv_budget: int | None = None,
+        kv_budget: int | str | None = None,
         kv_interval: int | None = None,
         kv_recent: int | None = None,
         kv_sinks: int | None = None,

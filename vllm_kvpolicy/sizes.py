@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.config_keys import PRESSURE
+from vllm_kvpolicy.config import KVPolicyConfig, own_config
+from vllm_kvpolicy.config_keys import LEAST_AUTO, PRESSURE
 from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
+
+AUTO_STEP = 64  # tokens, of which a budget of AUTO is a multiple
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,56 @@ def query_rows(vllm_config: Any) -> int:
     return group * (model.dtype.itemsize if is_float8 else 1)
 
 
+def auto_budget(
+    vllm_config: Any, config: KVPolicyConfig, num_blocks: int | None
+) -> int:
+    """Return the budget that AUTO stands for.
+
+    With it max_num_seqs requests of max_model_len fit the pool at once, if that leaves
+    each what it needs beside: an interval's growth, the rest of two superblocks, a
+    query window, and what layers with a sliding window hold.
+
+    Example: 16 requests share 2,048 superblocks of 16 tokens, 128 each. Less 4 for a
+    window, 1 for rounding and 512 tokens of growth, that is 1,456 tokens, and so 1,408.
+
+    Args:
+        config: the engine's policies.
+        num_blocks: superblocks of the pool, vLLM's null block included; None where it
+            is not known yet, for the least that it may stand for.
+
+    Returns:
+        Tokens per KV head, a multiple of 64; at least 256, the always-kept tokens and a
+        superblock. Or max_model_len, where that is less or the pool holds all of it.
+    """
+    size = vllm_config.cache_config.block_size
+    longest = vllm_config.model_config.max_model_len
+    least = -(-max(LEAST_AUTO, config.least_budget(size)) // AUTO_STEP) * AUTO_STEP
+    share = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
+    share -= sliding_groups(vllm_config).most_blocks(longest)
+    if share * size >= longest:
+        return longest
+    window = max(each.window_tokens for each in config.all_resolved)
+    share -= -(-window * query_rows(vllm_config) // (2 * size))
+    fitting = (share - 1) * size - config.interval_tokens
+    budget = max(fitting // AUTO_STEP * AUTO_STEP, least)
+    return max(min(budget, longest), config.least_budget(size))
+
+
+def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
+    """Return an engine's policy, with what a budget of AUTO stands for from now on.
+
+    Called where an engine is configured, for the least, with which workers start; then
+    with the size of the pool by its scheduler, and of the smallest pool by API
+    processes. Workers need no more: events come with budgets.
+    """
+    config = own_config(vllm_config)
+    if not config.is_auto:
+        return config
+    tokens = auto_budget(vllm_config, config, num_blocks)
+    vllm_config.additional_config.set_budget(tokens)
+    return own_config(vllm_config)
+
+
 def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     """Return the most superblocks of survivors of any request, by any policy."""
     block_size = vllm_config.cache_config.block_size
@@ -266,6 +318,9 @@ def most_blocks(
 def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> str:
     """Return the start-up line: policy, budget, and what the pool holds with them.
 
+    With called events, what requests hold at their floors is what they hold at most
+    where they are cut at fixed positions: calls can make room for somewhat more.
+
     Args:
         vllm_config: the engine's configuration.
         config: the engine's policy.
@@ -294,9 +349,19 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
         return (
             f"KV policy {config.policy}: budget {config.budget_tokens} + interval "
             f"{config.interval_tokens} tokens; no request of at most {max_model_len} "
-            "tokens ever drops any, lower --kv-budget"
+            f"tokens ever drops any{'' if config.is_auto else ', lower --kv-budget'}"
         )
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
+    if config.events == PRESSURE:
+        most = vllm_config.scheduler_config.max_num_seqs
+        return (
+            f"KV policy {config.policy}: events when the pool runs short, none below "
+            f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}; "
+            f"the pool of {num_blocks - 1} blocks fits {fit_whole} requests of "
+            f"{max_model_len} tokens uncut, {whole} blocks each, and {fit} at their "
+            f"floors, {held} blocks each; with {most} at once (--max-num-seqs) nobody "
+            f"is ever cut in a pool of {most * whole} blocks"
+        )
     return (
         f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "
         f"head, event every {config.interval_tokens}; a request that generates "
@@ -316,9 +381,12 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     longest = vllm_config.model_config.max_model_len
     first_event = config.footprint(longest, *sizes).events.next_event(1)
     most = min(first_event, longest)
+    until = "those before their first event"
+    if config.events == PRESSURE:
+        most, until = longest, "as far as the pool has room for them uncut"
     own = f"; requests of {', '.join(alone)} fill it but take nothing from it"
     return (
-        f"KV policy prefix cache: on, requests share up to {most} prompt tokens, those "
-        "before their first event; these stay cached after the event until vLLM needs "
+        f"KV policy prefix cache: on, requests share up to {most} prompt tokens, "
+        f"{until}; these stay cached after the event until vLLM needs "
         f"the memory{own if alone else ''}"
     )

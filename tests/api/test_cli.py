@@ -13,6 +13,7 @@ ALL_FLAGS = [
     *("--kv-interval", "64"),
     *("--kv-recent", "16"),
     *("--kv-sinks", "2"),
+    *("--kv-events", "pressure"),
     *("--kv-policy-config", '{"preset": "code", "live_text": true}'),
     "--kv-live",
 ]
@@ -30,9 +31,16 @@ def test_every_flag_reaches_the_configuration():
     assert config.policy == "ams-tova"
     assert (config.budget_tokens, config.interval_tokens) == (128, 64)
     assert (config.recent_tokens, config.sink_tokens) == (16, 2)
+    assert (config.events, config.is_auto) == ("pressure", False)
     assert config.resolved().options["segment_mass"] == 0.02  # of the preset `code`
     assert config.live and config.live_text
     assert KVPolicyConfig.from_dict(config.to_dict()) == config
+
+
+def test_the_budget_may_be_the_pools_share():
+    given = cli.given_values(vars(parse(*ALL_FLAGS, "--kv-budget", "auto")))
+    assert given["budget"] == "auto"
+    assert KVPolicyConfig.from_dict(given).is_auto
 
 
 def test_nothing_given_is_nothing():
@@ -47,7 +55,7 @@ def test_zero_is_given():
     ("words", "message"),
     [
         (("--kv-policy", "best"), "kv_policy: got 'best', expected [ADMISSION+]"),
-        (("--kv-budget", "many"), "kv_budget: got 'many', expected an integer >= 1"),
+        (("--kv-budget", "many"), "kv_budget: got 'many', expected an integer >= 1 or"),
         (("--kv-budget", "12.5"), "kv_budget: got '12.5', expected an integer >= 1"),
         (("--kv-interval", "0"), "kv_interval: got 0, expected an integer >= 1"),
         (("--kv-sinks", "-1"), "kv_sinks: got -1, expected an integer >= 0"),

@@ -1,12 +1,13 @@
 """What engines tell an API process: their policy, and how large their pools are."""
 
+import pickle
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 from vllm.v1.engine import EngineCoreReadyResponse
 
-from support.engine_configs import Overlay
+from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy.api import engines, patch
 from vllm_kvpolicy.api.request_guards import check_params
 from vllm_kvpolicy.config import KVPolicyConfig, server_config
@@ -102,6 +103,7 @@ def test_vllms_client_hands_on_what_engines_say(policy_config):
     config = SimpleNamespace(
         instance_id=engines.server_name("x", CONFIG),
         additional_config=policy_config.additional_config,
+        cache_config=SimpleNamespace(num_gpu_blocks=None),
     )
     good = ready(config.instance_id, 7)
     wrapped(SimpleNamespace(vllm_config=config), good)
@@ -111,3 +113,25 @@ def test_vllms_client_hands_on_what_engines_say(policy_config):
     stock = SimpleNamespace(instance_id="c0ffe", additional_config={})
     wrapped(SimpleNamespace(vllm_config=stock), ready("ab3f9", 7))
     assert len(seen) == 2 and not hasattr(stock, "kv_policy_pool")
+
+
+def test_a_budget_that_the_pool_decides_is_that_of_the_smallest(tiny_model):
+    """Until it is known, and in workers, it is the least that it may be."""
+    policy = {"policy": "tova", "interval": 64, "recent": 300}
+    policy |= {"budget": "auto", "events": "pressure"}
+    args = engine_args(
+        tiny_model, additional_config={"kv_policy": policy}, max_num_seqs=4
+    )
+    config = args.create_engine_config()
+    sent = pickle.loads(pickle.dumps(config))
+    assert [server_config(each).budget_tokens for each in (config, sent)] == [384, 384]
+    wrapped = patch._with_engine_check(lambda self, payload: None)
+    found = []
+    for blocks in (161, 121, 141):
+        message = ready(config.instance_id, blocks)
+        wrapped(SimpleNamespace(vllm_config=config), message)
+        found.append(server_config(config).budget_tokens)
+    # 40 superblocks each, less a window and 1 for rounding: 38 of 32 tokens, less 64.
+    assert found == [1152, 832, 832]
+    with pytest.raises(ValueError, match="kv_budget: got 833, .* the server's 832"):
+        server_config(config).with_request({"kv_budget": 833})

@@ -71,6 +71,31 @@ def test_the_table_by_hand_and_as_the_forecast_says(
         assert int(line[5]) == most_at_once([life], int(line[0]))
 
 
+def test_requests_that_are_cut_when_the_pool_runs_short(tiny_model: Path, capsys):
+    fixed = planned(capsys, tiny_model)["streaming", "256", "128"]
+    assert command.main(words(tiny_model, "--kv-events", "pressure")) == 0
+    out = capsys.readouterr().out
+    assert "at most 6 run at once nobody is cut" in out  # of 32 blocks each
+    called = planned(capsys, tiny_model, "--kv-events", "pressure")
+    line = called["streaming", "256", "128"]
+    # Cut again after 32 tokens, a quarter of the interval: 1 block and not 4.
+    assert (line[:2], line[3:5]) == (["199", "10"], fixed[3:5])
+    config = KVPolicyConfig("streaming", 256, 32)
+    life = Life(config.footprint(100, N, GROUP), 999)
+    assert int(line[5]) == most_at_once([life], 199) > int(fixed[5])
+
+
+def test_the_pools_share_is_planned_with_its_number(tiny_model: Path, capsys):
+    lines = planned(
+        capsys,
+        tiny_model,
+        *("--kv-events", "pressure", "--kv-budget", "auto", "--max-num-seqs", "8"),
+        *("--max-model-len", "2048"),
+    )
+    # 199 blocks for 8 are 24, less 1 for rounding: 736 tokens, less 128.
+    assert ("streaming", "576", "128") in lines
+
+
 def test_a_policy_over_an_fp8_cache(tiny_model: Path, capsys):
     """A float32 model: four times the superblocks; a query takes four times as many."""
     plain = planned(capsys, tiny_model, "--kv-policy", "snapkv")

@@ -130,3 +130,27 @@ def test_engines_in_one_process_do_not_meet(tiny_model: Path, tmp_path: Path) ->
     assert alone[2]["r2"].events
     tokens = [results["r2"].tokens for results in alone]
     assert len({tuple(row) for row in tokens}) == 3
+
+
+def test_a_floor_that_the_pool_decides(tiny_model: Path, tmp_path: Path) -> None:
+    """Scheduler, check of requests, metrics and events agree on the number."""
+    values = {"policy": "snapkv", "budget": "auto", "events": "pressure"}
+    values |= {"interval": 64, "prefill_interval": 256}
+    sizes = {"num_blocks": 61, "max_num_seqs": 4}
+    with Engine(tiny_model, values, tmp_path, **sizes) as engine:
+        scheduler = engine.scheduler
+        # 15 superblocks each, less a window and 1 for rounding: 416 tokens, less 64.
+        assert scheduler.kv_policy_config.budget_tokens == 320
+        assert scheduler.kv_policy_counters.file.read()["floor_tokens"] == 320
+        jobs = make_jobs((60, 200, 350, 350), 500, seed=22)
+        with pytest.raises(ValueError, match="kv_budget: got 321, .* server's 320"):
+            engine.run([replace(jobs[0], extra_args={"kv_budget": 321})])
+        jobs[0] = replace(jobs[0], extra_args={"kv_budget": 200})
+        jobs[1] = replace(jobs[1], extra_args={"kv_policy": "none"})
+        run = engine.run(jobs)
+    events = {name: result.events for name, result in run.results.items()}
+    assert not events["r1"] and any(events.values())
+    lowest = [
+        min((event.budget for event in events[f"r{i}"]), default=999) for i in (0, 2, 3)
+    ]
+    assert lowest[0] >= 200 and min(lowest[1:]) >= 320

@@ -112,6 +112,20 @@ def test_numbers_that_no_request_of_the_model_outgrows(
 
 
 @pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        (("--kv-events", "pressure"), "--kv-events: got pressure, expected always"),
+        (("--kv-budget", "auto"), "budget: got 'auto' with events 'always'"),
+    ],
+)
+def test_the_checks_are_of_events_at_known_positions(
+    flag: tuple[str, str], message: str, tiny_model: Path, capsys
+) -> None:
+    assert command.main(["verify", str(tiny_model), *flag]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("flags", "interval"),
     [({}, 64), ({"policy": "expected"}, 128), ({"interval": 96}, 96)],
 )

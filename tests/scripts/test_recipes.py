@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from support.vllm_flags import serve_flags
+from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.config import KVPolicyConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,10 +28,10 @@ CLIENTS = [words[3:] for words in COMMANDS if words[1:3] == ["bench", "serve"]]
 def test_servers_start_with_flags_that_vllm_takes(words: list[str]) -> None:
     args = serve_flags(words)
     assert args.model_tag == "$MODEL"
-    more = (args.additional_config or {}).get("kv_policy", {})
-    values = {"budget": args.kv_budget, "interval": args.kv_interval, **more}
-    config = KVPolicyConfig.from_dict({"policy": args.kv_policy, **values})
+    merged = cli.merge(args.additional_config, cli.given_values(vars(args)))
+    config = KVPolicyConfig.from_dict(merged["kv_policy"])
     config.validate_block_size(32)
+    assert config.events == "pressure"
 
 
 @pytest.mark.parametrize("words", CLIENTS, ids=range(len(CLIENTS)))

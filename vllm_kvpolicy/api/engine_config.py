@@ -30,7 +30,7 @@ from vllm_kvpolicy.observe.shared_files import (
 )
 from vllm_kvpolicy.observe.trace_files import check_trace
 from vllm_kvpolicy.policies.names import ADMISSIONS, OWN_MODELS, models_of
-from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request
+from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request, settled
 
 logger = init_logger("vllm.kv_policy")
 
@@ -132,6 +132,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         # Read once, however many refusals ask for it.
         vllm_config.additional_config = ConfigValues(vllm_config.additional_config)
         _refuse(config, refusals(vllm_config))
+        config = settled(vllm_config)
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)
         _name_classes(vllm_config, config)
@@ -343,6 +344,7 @@ def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
     unique = additional.pop(ENGINE_KEY, None) or uuid4().hex
     values = {**additional, CONFIG_KEY: config.to_dict()}
     vllm_config.additional_config = ConfigValues(values)
+    settled(vllm_config)
     vllm_config.instance_id = server_name(unique, config)
 
 

@@ -81,6 +81,7 @@ def facts(vllm_config: Any) -> dict[str, Any]:
     served = model.served_model_name
     return {
         **values,
+        "budget": config.budget_tokens,
         "options": options,
         "model": served[0] if isinstance(served, list) else served,
         "block_size": vllm_config.cache_config.block_size,

@@ -28,6 +28,7 @@ from vllm_kvpolicy.api.patch_table import (
 )
 from vllm_kvpolicy.config import has_policy
 from vllm_kvpolicy.observe.metrics import exposition, register
+from vllm_kvpolicy.sizes import settled
 
 
 def install() -> None:
@@ -114,6 +115,8 @@ def _with_engine_check(original: Callable) -> Callable:
         if has_policy(self.vllm_config):
             engines.note_ready(self.vllm_config, payload)
         original(self, payload)
+        if has_policy(self.vllm_config):
+            settled(self.vllm_config, engines.smallest_pool(self.vllm_config))
 
     return apply_ready_response
 

@@ -30,7 +30,6 @@ from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import own_manager
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan, RequestState
 from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
-from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.observe.metrics import CAUSES, LIVE
@@ -41,6 +40,7 @@ from vllm_kvpolicy.sizes import (
     check_drafts,
     planner_limits,
     query_rows,
+    settled,
     sharing_line,
     sliding_groups,
 )
@@ -110,7 +110,8 @@ class KVPolicySchedulerMixin(CountingMixin):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.kv_policy_config = own_config(self.vllm_config)
+        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        self.kv_policy_config = settled(self.vllm_config, num_blocks)
         policy = self.kv_policy_config.resolved().info
         coordinator = self.kv_cache_manager.coordinator
         manager, others = own_manager(coordinator.single_type_managers)
@@ -125,7 +126,6 @@ class KVPolicySchedulerMixin(CountingMixin):
         )
         manager.attach(self.kv_policy_planner, sliding, policy.placement)
         manager.offers[0].count_past_events(self.kv_cache_manager)
-        num_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
         self.kv_policy_entry = Entry(
@@ -144,9 +144,8 @@ class KVPolicySchedulerMixin(CountingMixin):
             calls_events=self.kv_policy_config.events == PRESSURE,
         )
         if self.kv_policy_entry.calls_events:
-            self.kv_policy_counters.set(
-                floor_tokens=self.kv_policy_config.budget_tokens
-            )
+            floor = self.kv_policy_config.budget_tokens
+            self.kv_policy_counters.set(floor_tokens=floor)
         if self.perf_metrics is not None:
             self.perf_metrics = HeldMetrics(self.vllm_config)
         self.kv_policy_snapshots: Snapshots | None = None
@@ -392,9 +391,9 @@ class KVPolicySchedulerMixin(CountingMixin):
         for used in answers:
             self.kv_policy_manager.give_back_surplus(used)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        if self.kv_policy_entry.calls_events:
-            for used in answers:
-                self.kv_policy_entry.rebook(used.request_id)
+        # Now that the token which the step has sampled is known.
+        for used in answers if self.kv_policy_entry.calls_events else ():
+            self.kv_policy_entry.rebook(used.request_id)
         return outputs
 
     def _count(self) -> None:

@@ -15,11 +15,18 @@ import numpy as np
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels
+from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
 from vllm_kvpolicy.commands.outputs import table
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_event
 from vllm_kvpolicy.policies.compose import assemble
-from vllm_kvpolicy.sizes import max_blocks_per_request, max_global_blocks, query_rows
+from vllm_kvpolicy.sizes import (
+    auto_budget,
+    max_blocks_per_request,
+    max_global_blocks,
+    query_rows,
+)
 from vllm_kvpolicy.worker.compaction import remembered
 from vllm_kvpolicy.worker.setup import SideTables
 
@@ -225,6 +232,10 @@ def main(words: list[str]) -> None:
     args = _parser().parse_args(words)
     config = KVPolicyConfig.from_dict(cli.given_values(vars(args)))
     engine = _engine(args)
+    if config.is_auto:
+        num_blocks = _pool_blocks(engine, config)
+        tokens = auto_budget(engine.vllm_config, config, num_blocks)
+        config = config.with_budget(tokens)
     config.validate_block_size(engine.block_size)
     lines = [*_stock(engine), *_policies(engine, config)]
     print(_title(engine))
@@ -317,7 +328,11 @@ def _engine(args: argparse.Namespace) -> Engine:
         cache_config=SimpleNamespace(
             block_size=block_size, cache_dtype=args.kv_cache_dtype
         ),
-        scheduler_config=SimpleNamespace(max_num_seqs=args.max_num_seqs),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=0,  # of windows, which no model here has
+            async_scheduling=False,
+        ),
     )
     prompts, outputs = args.prompt_tokens, args.output_tokens
     count = max(len(prompts), len(outputs))
@@ -379,14 +394,18 @@ def _is_slow_here(model: Any) -> bool:
 
 def _stock(engine: Engine) -> Iterator[tuple[str, ...]]:
     """Yield a line for stock vLLM and one for its KV cache in FP8."""
-    size = engine.block_size
-    lives = [
-        Life.without_events(prompt, prompt + output - 1, size)
-        for prompt, output in engine.lengths
-    ]
+    lives = _whole(engine)
     for name, is_fp8 in (("stock", False), ("stock, FP8", True)):
         usable = max(engine.available // engine.superblock_bytes(is_fp8) - 1, 0)
         yield (name, "", "", *_numbers(lives, usable))
+
+
+def _whole(engine: Engine) -> list[Life]:
+    """Return the lives of requests that keep all their tokens."""
+    return [
+        Life.without_events(prompt, prompt + output - 1, engine.block_size)
+        for prompt, output in engine.lengths
+    ]
 
 
 def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...]]:
@@ -411,19 +430,33 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
             yield _policy(engine, near)
 
 
-def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
+def _footprint(engine: Engine, config: KVPolicyConfig, prompt: int) -> Footprint:
+    """Return when a request has events: at its floor as often as they can be called."""
     sizes = engine.block_size, query_rows(engine.vllm_config)
+    footprint = config.footprint(prompt, *sizes)
+    if config.events != PRESSURE:
+        return footprint
+    plan = RequestPlan(config.policy, footprint, config.sink_tokens, is_called=True)
+    spacing = RequestState(plan).spacing
+    return replace(footprint, events=replace(footprint.events, interval=spacing))
+
+
+def _pool_blocks(engine: Engine, config: KVPolicyConfig) -> int:
+    """Return the superblocks of the pool, vLLM's null block included."""
+    superblock = engine.superblock_bytes(engine.is_fp8)
+    return _side_tables(engine, config).pool_blocks(engine.available, superblock)
+
+
+def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
     lives = [
         Life(
-            config.footprint(prompt, *sizes),
+            _footprint(engine, config, prompt),
             prompt + output - 1,
             config.spread_events,
         )
         for prompt, output in engine.lengths
     ]
-    tables = _side_tables(engine, config)
-    superblock = engine.superblock_bytes(engine.is_fp8)
-    usable = tables.pool_blocks(engine.available, superblock) - 1
+    usable = _pool_blocks(engine, config) - 1
     peak = max(life.footprint.most_blocks(life.num_tokens) for life in lives)
     if peak > usable:
         raise ValueError(
@@ -487,6 +520,12 @@ def _notes(
         yield (
             "In float32, because this CPU emulates bfloat16: give the server --dtype "
             "float32 too, or plan for another machine with --dtype bfloat16."
+        )
+    if config.events == PRESSURE:
+        yield (
+            f"While at most {most_at_once(_whole(engine), int(lines[2][3]))} run at "
+            "once nobody is cut. Lines of the policy are of requests at their floors, "
+            "cut as often as may be."
         )
     limit = engine.vllm_config.scheduler_config.max_num_seqs
     if max(int(line[-1]) for line in lines) > limit:

@@ -19,12 +19,12 @@ from vllm_kvpolicy.commands.outputs import table
 from vllm_kvpolicy.commands.verify_server import Server
 from vllm_kvpolicy.commands.verify_server import checks as checks_of_server
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.config_keys import MOST
+from vllm_kvpolicy.config_keys import ALWAYS, MOST
 from vllm_kvpolicy.kernels import preferences
 
 OWN = "vllm-kvpolicy"
 DISTRIBUTIONS = (OWN, "vllm", "torch", "triton")
-DEFAULTS = {"policy": "ams-tova", "budget": 128}
+DEFAULTS = {"policy": "ams-tova", "budget": 128, "events": ALWAYS}
 INTERVAL, DTYPE = 64, "float32"
 Lines = list[tuple[str, str]]
 
@@ -87,6 +87,11 @@ def _of_server(given: argparse.Namespace) -> tuple[Lines, Iterator[Check]]:
 
 def _config(flags: Mapping[str, Any]) -> KVPolicyConfig:
     """Return the policy to check: small numbers, where flags do not say otherwise."""
+    if flags.get("events", ALWAYS) != ALWAYS:
+        raise ValueError(
+            f"--kv-events: got {flags['events']}, expected {ALWAYS}: the checks are of "
+            "events at known positions, which do not depend on the pool"
+        )
     config = KVPolicyConfig.from_dict({"interval": MOST, **DEFAULTS, **flags})
     if "interval" in flags:
         return config
