@@ -381,9 +381,10 @@ class Entry:
         """Return how many of the superblocks that stay no booking accounts for."""
         step, bookings = self.forecast.step, self.forecast.bookings
         rows, shared = self.manager.req_to_blocks.keys(), self._shared.values()
-        if not leaving and rows <= bookings.keys() and not any(n for n, _ in shared):
-            if all(booking.end > step for booking in bookings.values()):
-                return 0  # without a look at every superblock
+        is_simple = not leaving and rows <= bookings.keys()
+        is_simple = is_simple and not any(count for count, _ in shared)
+        if is_simple and all(booking.end > step for booking in bookings.values()):
+            return 0  # without a look at every superblock
         others = bookings.keys() - leaving
         booked = [name for name in others if bookings[name].end > step]
         foreseen = self.manager.num_held_by(booked)

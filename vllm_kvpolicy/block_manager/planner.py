@@ -139,8 +139,9 @@ class RequestState:
             first, end = self.folds
             inside = events.next_inside(max(position, first))
             inside = inside if inside < end else NO_STEP
-        is_called = self.call is not None and self.call.position >= position
-        return min(inside, self.call.position) if is_called else inside
+        if self.call is not None and self.call.position >= position:
+            return min(inside, self.call.position)
+        return inside
 
     @property
     def first_event(self) -> int:
@@ -148,11 +149,6 @@ class RequestState:
         if not self.plan.is_called:
             return self.plan.first_event
         return self.first_passed if self.ordinal else self.next_event(0)
-
-    @property
-    def is_folding(self) -> bool:
-        """Whether it has events as inside a prompt, and is still there."""
-        return self.folds is not None and self.computed < self.folds[1]
 
     @property
     def is_uncalled(self) -> bool:

@@ -183,7 +183,7 @@ class Pressure:
         after = (after_any_event(*at[:2], s, footprint.block_size) for s in (0, at[2]))
         least, most = (min(each, whole) for each in after)
         stretch = most - least + window * (most < whole)
-        if state.is_folding:
+        if state.folds is not None and state.computed < state.folds[1]:
             inside = course_peak(footprint, state.course(), state.folds[1])
             mean, least = max(mean, inside), max(least, inside)
         return Floor(mean + beside, least + beside, stretch)
