@@ -163,7 +163,8 @@ class KVPolicyConfig:
         if self.is_auto and self.may_protect_prompt:
             raise ValueError(
                 f"budget: got {AUTO!r} where prompts are kept whole, expected a "
-                "number, or protect_prompt false: what they take of the pool is not known"
+                "number, or protect_prompt false: what they take of the pool is not "
+                "known"
             )
 
     @property

@@ -219,6 +219,39 @@ def test_engines_beside_windows(
     run_engines(policy, depth, model_config, steps, least, caching, beside_windows)
 
 
+def on_call(scenario: Scenario, turn: int) -> Scenario:
+    """Let an engine call for events; by turns it shares, speculates, has windows."""
+    scenario = replace(scenario, caching=turn % 2 == 1)
+    if turn % 6 == 2 and scenario.depth == 1:  # vLLM drafts without looking ahead
+        scenario = speculating(scenario, turn)
+    elif turn % 6 == 4:
+        scenario = beside_windows(scenario, turn)
+    elif turn % 6 == 5:
+        scenario = replace(scenario, resets=0.03)
+    policy = scenario.policy | {"events": "pressure"}
+    return replace(scenario, policy=policy, foresees=True)
+
+
+@pytest.mark.parametrize(
+    ("policy", "depth"),
+    engines("ams-tova", "streaming", "hard-tova", "adakv-snapkv"),
+)
+def test_random_engines_under_pressure(
+    policy: str, depth: int, model_config: ModelConfig
+):
+    """Nobody is cut below the floor, and nobody is preempted whose length is known."""
+    at_least = {
+        "events": 300,
+        "events above the floor": 150,
+        "calls": 150,
+        "hits": 40,
+        "finished": 100,
+        "held back": 500,
+        "engines with known lengths": 2,
+    }
+    run_engines(policy, depth, model_config, MIN_STEPS, at_least, change=on_call)
+
+
 # Drafts, prefixes, aborts, stops, resets and preemptions, all on one engine.
 AGING = Scenario(
     policy={

@@ -27,6 +27,8 @@ class ForecastCheck:
     ) -> None:
         self.scheduler, self.scenario = scheduler, scenario
         self.asked, self.totals = asked, totals
+        # Who asks for room, and for how many steps it has.
+        self.asking: tuple[str, int] = "", 0
         if not scenario.foresees:
             admission = scheduler.kv_policy_entry
             admission.admits = lambda request, computed, num_new, *_: num_new
@@ -43,6 +45,7 @@ class ForecastCheck:
             return
         admission, manager = self._parts()
         self._check_preempted(output.preempted_req_ids or ())
+        self._check_asking(admission)
         step = admission.forecast.step - 1
         with_event = {event.request_id for event in output.kv_policy_commands.events}
         for name in output.num_scheduled_tokens:
@@ -77,6 +80,22 @@ class ForecastCheck:
             check(not urgent, urgent, "preempted for less urgent ones")
             self.totals["preempted for urgent ones"] += len(names)
 
+    def _check_asking(self, admission: Any) -> None:
+        """Check that one who fits beside all floors enters when the others can be cut.
+
+        That takes a window, a step for each share of events, and a spacing of events.
+        """
+        demand = admission.pressure._demand
+        name, steps = self.asking
+        if demand is None or demand.request_id != name:
+            self.asking = "" if demand is None else demand.request_id, 0
+            return
+        states = admission.planner.states
+        spacing = max(states[each].spacing for each in admission.pressure.running)
+        self.asking = name, steps + 1
+        most = admission.pressure.lead + spacing
+        check(steps < most, name, "has waited", steps, "steps for room, of", most)
+
     @property
     def _knows_lengths(self) -> bool:
         scenario = self.scenario
@@ -92,6 +111,7 @@ class ForecastCheck:
         self.totals["engines with known lengths"] += is_exact
         self.totals["waits"] += admission.num_waits
         self.totals["held back"] += admission.num_held_back
+        self.totals["calls"] += sum(admission.pressure.num_calls.values())
         check(not admission.forecast.bookings, "booked", admission.forecast.bookings)
         check(not admission._shared and not admission._last, "admission left over")
         left = admission.forecast.most()
