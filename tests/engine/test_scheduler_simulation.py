@@ -227,7 +227,7 @@ def on_call(scenario: Scenario, turn: int) -> Scenario:
     elif turn % 6 == 4:
         scenario = beside_windows(scenario, turn)
     elif turn % 6 == 5:
-        scenario = replace(scenario, resets=0.03)
+        scenario = resetting(scenario, turn)
     policy = scenario.policy | {"events": "pressure"}
     return replace(scenario, policy=policy, foresees=True)
 
@@ -250,6 +250,48 @@ def test_random_engines_under_pressure(
         "engines with known lengths": 2,
     }
     run_engines(policy, depth, model_config, MIN_STEPS, at_least, change=on_call)
+
+
+def resetting(scenario: Scenario, turn: int) -> Scenario:
+    return replace(scenario, resets=0.03)
+
+
+def by_priority(scenario: Scenario, turn: int) -> Scenario:
+    return replace(scenario, priorities=True)
+
+
+# Engines on which called events went wrong once: windows without room, prompts cut
+# inside beside others, sharers that only together give anything back, requests that end
+# before their event, that sit out, that hold more than was foreseen.
+ONCE_WRONG: list[tuple[str, int, int, bool, Any]] = [
+    ("ams-tova", 1, 1, False, None),
+    ("ams-tova", 1, 3, True, None),
+    ("tova", 2, 1, False, None),
+    ("tova", 1, 6, True, None),
+    ("tova", 2, 8, True, None),
+    ("hard-tova", 2, 8, True, None),
+    ("tova", 1, 0, False, speculating),
+    ("streaming", 1, 6, False, beside_windows),
+    ("streaming", 2, 4, True, resetting),
+    ("adakv-snapkv", 1, 8, True, by_priority),
+]
+
+
+@pytest.mark.parametrize(("policy", "depth", "turn", "caching", "change"), ONCE_WRONG)
+def test_engines_that_went_wrong_once(
+    policy: str,
+    depth: int,
+    turn: int,
+    caching: bool,
+    change: Any,
+    model_config: ModelConfig,
+):
+    scenario = random_scenario(policy, depth, turn, caching)
+    scenario = scenario if change is None else change(scenario, turn)
+    values = scenario.policy | {"events": "pressure"}
+    scenario = replace(scenario, policy=values, foresees=True)
+    totals = Simulation(scenario, model_config).run(STEPS_PER_ENGINE)
+    assert totals["events"] + totals["held back"] > 0, totals
 
 
 # Drafts, prefixes, aborts, stops, resets and preemptions, all on one engine.
@@ -491,10 +533,6 @@ def test_resets_of_running_requests(policy: str, depth: int, model_config: Model
         at_least["resets with steps under way"] = 20
     if policy in ("hard-tova", "local"):
         at_least["answers after a preemption"] = 20
-
-    def resetting(scenario: Scenario, turn: int) -> Scenario:
-        return replace(scenario, resets=0.03)
-
     run_engines(policy, depth, model_config, MIN_STEPS // 2, at_least, True, resetting)
 
 

@@ -148,7 +148,7 @@ def test_events_on_call_are_those_of_the_references(
     What is called for depends on drafts, so that no run without them is alike.
     """
     values = {"policy": "ams-snapkv", **VALUES, "interval": 64, "events": PRESSURE}
-    sizes = {"max_num_batched_tokens": 96, "max_model_len": 512, "num_blocks": 34}
+    sizes = {"max_num_batched_tokens": 96, "max_model_len": 512, "num_blocks": 28}
     sizes |= {"trace": tmp_path, "speculative_config": method}
     jobs = jobs_of((40, 150, 300, 90, 60), 150)
     found, drafts = run(tiny_model, values, jobs, **sizes)

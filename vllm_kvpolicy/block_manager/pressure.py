@@ -171,7 +171,7 @@ class Pressure:
         """
         footprint, beside = (
             state.footprint,
-            self.manager.sliding.sizes.most_blocks(last),
+            self.manager.sliding.sizes.most_blocks(last, 1),
         )
         if not state.plan.is_called:
             peak = footprint.peak_blocks(last) + beside
