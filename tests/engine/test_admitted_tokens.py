@@ -63,10 +63,11 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
         60,
     ),
     # Events of those with an eviction are called for, beside others without a bound.
-    "called": (("dms+ams-tova", "dms+snapkv", "dms"), {}, 36),
+    "called": (("dms+ams-tova", "dms+snapkv", "dms"), {}, 40),
 }
 CALLED = {"called": {"events": PRESSURE, "foresees": True}}
 LEAST_DROPPED = {"called": 200}  # no more than what has to be
+NOT_CUT = "called", "dms+snapkv"  # the other one with a floor is longer
 if sweeps.every_name:
     more = ("wgkv+snapkv", "wgkv+ams-tova", "kvzap+ams-tova", "dms", "dms+snapkv")
     SERVERS["more-files"] = (more[:3], {}, 40)
@@ -246,7 +247,8 @@ def test_survivors_are_those_of_the_decisions(
         total = {key: total.get(key, 0) + count for key, count in seen.items()}
     assert total["dropped"] > LEAST_DROPPED.get(server, 500)
     assert (total["kept"] > 300) == (name != "local")
-    assert (total["evicted"] > 100) == has_budget
+    is_cut = has_budget and (server, name) != NOT_CUT
+    assert (total["evicted"] > 100) == is_cut
     assert total["near"] <= total["kept"] / 100
 
 

@@ -164,7 +164,7 @@ class Entry:
             step_tokens=self.step_tokens,
             max_running=self.max_running,
             late_steps=self.late_steps,
-            window_tokens=self.window_tokens,
+            notice=max(self.window_tokens, self.num_drafts),
             by_priority=self.by_priority,
             is_on=self.calls_events,
         )

@@ -102,7 +102,7 @@ class Pressure:
         step_tokens: most tokens that a step computes.
         max_running: most requests that run at once.
         late_steps: by which what is scheduled may be ahead of what has been computed.
-        window_tokens: W, most queries that an event reads.
+        notice: most tokens from a call to its event: queries to read, or drafts.
         by_priority: less urgent requests are cut first.
         is_on: there are requests whose events are called for.
 
@@ -122,7 +122,7 @@ class Pressure:
     step_tokens: int
     max_running: int
     late_steps: int
-    window_tokens: int
+    notice: int
     by_priority: bool = False
     is_on: bool = False
     level: int | None = None
@@ -145,7 +145,7 @@ class Pressure:
     @property
     def _effect(self) -> int:
         """Steps from a call to what comes back."""
-        return self.window_tokens + self.late_steps + 1
+        return self.notice + self.late_steps + 1
 
     @property
     def reserve(self) -> int:
@@ -345,7 +345,7 @@ class Pressure:
             chosen = [(row, row.floor) for row in alone if row.gain(row.floor, size)]
         chosen.sort(key=lambda each: (-each[0].priority, each[1] - each[0].held))
         # The others are cut when they are due, so that few windows are open at once.
-        lacking = self._most(self.lead + self.window_tokens, coming, first) - usable
+        lacking = self._most(self.lead + self.notice, coming, first) - usable
         if lacking <= 0 or not chosen:
             return
         gains = accumulate(row.gain(budget, size) for row, budget in chosen)

@@ -83,8 +83,7 @@ class ForecastCheck:
     def _check_asking(self, admission: Any) -> None:
         """Check that one who fits beside all floors enters when the others can be cut.
 
-        That takes a window, a step for each share of events, and a spacing of events;
-        where lengths or drafts are not what was expected, twice as long.
+        That takes a window, a step for each share of events, and a spacing of events.
         """
         demand = admission.pressure._demand
         name, steps = self.asking
@@ -94,7 +93,7 @@ class ForecastCheck:
         states = admission.planner.states
         spacing = max(states[each].spacing for each in admission.pressure.running)
         self.asking = name, steps + 1
-        most = 2 * (admission.pressure.lead + spacing)
+        most = admission.pressure.lead + spacing
         check(steps < most, name, "has waited", steps, "steps for room, of", most)
 
     @property
