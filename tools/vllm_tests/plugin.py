@@ -76,7 +76,7 @@ class Plugin:
             return result
         finally:
             if swaps:
-                self.record.events = swaps.close()
+                self.record.events += swaps.close()  # a fixture may have ended servers
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note how a test went."""
