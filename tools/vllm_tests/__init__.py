@@ -11,3 +11,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """By mode, the plain form of the policy: none, one whose budget never binds, one whose
 budget binds soon, and one whose events move everything and drop nothing."""
+LEAST = {"budget": 32, "interval": 1, "recent": 0, "sinks": 0}
+"""The least that a policy can have with superblocks of 32 tokens: of servers, whose
+tests ask for a line or two, in the place of what a mode with events says."""

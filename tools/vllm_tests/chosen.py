@@ -11,10 +11,10 @@ engine and core). Of what says nothing here because stock vLLM fails it, too, th
 left out as well: engine/test_preprocess_error_handling patches a process that only
 `fork` makes like its parent, and a CPU spawns; an engine of core/test_scheduler_e2e
 does not start on a CPU; test_engine_metrics (LEFT_OUT) wants a model that never ends an
-answer.
+answer. The rest of LEFT_OUT starts two servers to ask them nothing of a model.
 """
 
-CONFIGURATIONS, ENGINES = "configurations", "engines"
+CONFIGURATIONS, ENGINES, SERVERS = "configurations", "engines", "servers"
 GROUPS = {
     CONFIGURATIONS: (
         "tests/v1/core/test_async_scheduler.py",
@@ -37,7 +37,20 @@ GROUPS = {
         "tests/entrypoints/llm/test_generate.py",
         "tests/v1/sample/test_sampling_params_e2e.py",
     ),
+    SERVERS: (
+        "tests/entrypoints/openai/chat_completion/test_batched_chat_completions.py",
+        "tests/entrypoints/openai/chat_completion/test_chat.py",
+        "tests/entrypoints/openai/completion/test_completion.py",
+        "tests/entrypoints/serve/instrumentator/test_basic.py",
+    ),
 }
 """Of schedulers and block managers, where models are configurations without weights; of
-whole engines in the process of the tests, where every model is the packaged one."""
-LEFT_OUT = ("tests/v1/engine/test_llm_engine.py::test_engine_metrics",)
+whole engines in the process of the tests, and of servers, where every model is the
+packaged one."""
+_BASIC = "tests/entrypoints/serve/instrumentator/test_basic.py"
+LEFT_OUT = (
+    "tests/v1/engine/test_llm_engine.py::test_engine_metrics",
+    f"{_BASIC}::test_show_version",
+    f"{_BASIC}::test_check_health",
+    f"{_BASIC}::test_request_wrong_content_type",
+)

@@ -2,6 +2,10 @@
 
 from tools.vllm_tests.compare import Expected
 
+CHATS = "tests/entrypoints/openai/chat_completion"
+BATCHED = f"{CHATS}/test_batched_chat_completions.py"
+CHAT = f"{CHATS}/test_chat.py"
+COMPLETION = "tests/entrypoints/openai/completion/test_completion.py"
 EXPECTED = (
     Expected(
         "The test wants another tokenizer, or answers that another model gives",
@@ -9,6 +13,18 @@ EXPECTED = (
         (
             "tests/entrypoints/llm/test_chat.py::test_chat_extra_kwargs[True]",
             "tests/entrypoints/llm/test_generate.py::test_max_model_len",
+            f"{BATCHED}::test_batched_chat_completions_logprob_token_ids",
+            f"{BATCHED}::test_batched_harmony_response_format_uses_structural_tag",
+            f"{BATCHED}::test_batched_reasoning_wiring_matches_single_chat",
+            f"{CHAT}::test_complex_message_content",
+            f"{CHAT}::test_more_than_one_prompt_logprobs_chat",
+            f"{CHAT}::test_response_format_json_object",
+            f"{CHAT}::test_response_format_json_schema",
+            f"{CHAT}::test_single_chat_session",
+            f"{CHAT}::test_structured_outputs_json_chat",
+            f"{COMPLETION}::test_logprob_token_ids",
+            f"{COMPLETION}::test_logprob_token_ids_stream",
+            f"{COMPLETION}::test_single_completion",
             "sample/test_sampling_params_e2e.py::test_allowed_token_ids",
             "sample/test_sampling_params_e2e.py::test_stop",
         ),

@@ -9,6 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file, save_file
+
 from tools.vllm_tests import chosen
 from tools.vllm_tests.source import ROOT
 
@@ -38,14 +41,20 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "llava-hf/llava-1.5-7b-hf": _ISAAC,
     "Qwen/Qwen2.5-VL-3B-Instruct": _ISAAC,
 }
-# Models of the tests that start engines.
+# Models of the tests that start engines and servers: all are the packaged one, trained
+# on shorter texts than some of the tests ask for.
 SERVED = (
+    "HuggingFaceH4/zephyr-7b-beta",
+    "Qwen/Qwen2.5-1.5B-Instruct",
     "Qwen/Qwen3-0.6B",
     "distilbert/distilgpt2",
     "facebook/opt-125m",
     "hmellor/tiny-random-LlamaForCausalLM",
     "meta-llama/Llama-3.2-1B-Instruct",
 )
+LONGER = {"max_position_embeddings": _QWEN3["max_position_embeddings"]}
+ADAPTER = "typeof/zephyr-7b-beta-lora"
+RANK = 8
 
 
 def make(folder: Path, group: str) -> None:
@@ -56,12 +65,39 @@ def make(folder: Path, group: str) -> None:
         group: of tests; for CONFIGURATIONS no model has weights.
     """
     for name in CONFIGURATIONS if group == chosen.CONFIGURATIONS else SERVED:
-        base = folder / "hub" / f"models--{name.replace('/', '--')}"
-        snapshot = base / "snapshots" / REVISION
-        shutil.rmtree(base, ignore_errors=True)
-        (base / "refs").mkdir(parents=True)
-        (base / "refs" / "main").write_text(REVISION)
+        snapshot = _new_snapshot(folder, name)
         shutil.copytree(CHECKPOINT, snapshot)
+        config = json.loads((CHECKPOINT / "config.json").read_text())
         if group == chosen.CONFIGURATIONS:
             (snapshot / "model.safetensors").unlink()
-            (snapshot / "config.json").write_text(json.dumps(CONFIGURATIONS[name]))
+            config = CONFIGURATIONS[name]
+        elif group == chosen.SERVERS:
+            config |= LONGER
+        (snapshot / "config.json").write_text(json.dumps(config))
+    if group == chosen.SERVERS:
+        _write_adapter(_new_snapshot(folder, ADAPTER))
+
+
+def _new_snapshot(folder: Path, name: str) -> Path:
+    """Return where the only revision of a repository goes, which is not there yet."""
+    base = folder / "hub" / f"models--{name.replace('/', '--')}"
+    shutil.rmtree(base, ignore_errors=True)
+    (base / "refs").mkdir(parents=True)
+    (base / "refs" / "main").write_text(REVISION)
+    return base / "snapshots" / REVISION
+
+
+def _write_adapter(folder: Path) -> None:
+    """Write an adapter of the packaged model that changes nothing."""
+    folder.mkdir(parents=True)
+    path = "model.layers.0.self_attn.o_proj"
+    rows, columns = load_file(CHECKPOINT / "model.safetensors")[f"{path}.weight"].shape
+    sizes = {"A": (RANK, columns), "B": (rows, RANK)}
+    tensors = {
+        f"base_model.model.{path}.lora_{letter}.weight": torch.zeros(size)
+        for letter, size in sizes.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK}
+    config["target_modules"] = ["o_proj"]
+    (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -1,9 +1,19 @@
 """What a scheduler holds on to for requests that have gone."""
 
+import time
 from collections import Counter
 from typing import Any
+from urllib.request import urlopen
 
+from prometheus_client.parser import text_string_to_metric_families
 from vllm.v1.request import RequestStatus
+
+HELD = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+)
+SECONDS = 20  # that a server gets to end its last requests
 
 
 def find(scheduler: Any) -> list[str]:
@@ -25,6 +35,23 @@ def find(scheduler: Any) -> list[str]:
     if scheduler.kv_policy_planner.num_global_blocks:
         found.append("planner.num_global_blocks")
     return found + _left_over(scheduler)
+
+
+def find_served(url: str) -> tuple[list[str], int]:
+    """Return what a server holds behind its last request, and how many events it had.
+
+    Args:
+        url: of its metrics.
+    """
+    end = time.monotonic() + SECONDS
+    while True:
+        with urlopen(url) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        values = {each.name: each.value for own in families for each in own.samples}
+        found = [f"{name} is {values[name]}" for name in HELD if values[name]]
+        if not found or time.monotonic() > end:
+            return found, int(values["kvpolicy_events_total"])
+        time.sleep(0.5)
 
 
 def _strangers(scheduler: Any) -> list[str]:

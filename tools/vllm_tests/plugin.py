@@ -8,6 +8,7 @@ holds on to something for requests that have gone.
 
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,8 @@ class Plugin:
             item.add_marker("skip_global_cleanup")
         if self.swaps is None:
             return
-        self.swaps.serve()
+        self.swaps.run()
+        self.swaps.serve(import_module("tests.utils").RemoteOpenAIServer)
         for name in [name for name in sys.modules if name.startswith("tests.")]:
             module = vars(sys.modules[name])
             for key, value in list(module.items()):
@@ -74,7 +76,7 @@ class Plugin:
             return result
         finally:
             if swaps:
-                self.record.events = swaps.close()
+                self.record.events += swaps.close()  # a fixture may have ended servers
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Note how a test went."""

@@ -1,6 +1,7 @@
 """Classes that stand where vLLM's tests name vLLM's, and build ours when called."""
 
 import itertools
+import json
 import os
 from abc import ABCMeta
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from tools.vllm_tests import LEAST, leaks
 from tools.vllm_tests.record import Record
 from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.block_manager.manager import (
@@ -105,8 +107,37 @@ class Swaps:
         self.schedulers.append(scheduler)
         return scheduler
 
-    def serve(self) -> None:
-        """Give the policy to engines that tests start."""
+    def serve(self, server: Any) -> None:
+        """Give the policy to servers that tests start; look at them at their end.
+
+        Args:
+            server: their class.
+        """
+        policy = self.policy | LEAST if "interval" in self.policy else self.policy
+        start, end = server._start_server, server._shutdown
+
+        def _start_server(self_: Any, model: str, words: list[str], *rest: Any) -> None:
+            self.record.ours += 1
+            given = ["--additional-config", json.dumps({CONFIG_KEY: policy})]
+            start(self_, model, words + given, *rest)
+
+        def _shutdown(self_: Any) -> None:
+            try:
+                if self_.proc.poll() is None:
+                    _ask_for_more(self_.get_client())
+                    found, num_events = leaks.find_served(self_.url_for("metrics"))
+                    self.record.events += num_events
+                    if bool(num_events) != ("interval" in policy):
+                        found.append(f"{num_events} events")
+                    if found:
+                        raise ValueError(f"a server ends with {found}")
+            finally:
+                end(self_)
+
+        server._start_server, server._shutdown = _start_server, _shutdown
+
+    def run(self) -> None:
+        """Give the policy to engines that tests run in their own process."""
         load_general_plugins()
         build = EngineCore.__init__
 
@@ -172,6 +203,24 @@ class Swaps:
         _attach(manager)
         self.record.ours += 1
         return manager
+
+
+def _ask_for_more(client: Any) -> None:
+    """Ask a server for two texts that are long enough for events.
+
+    Raises:
+        ValueError: one has another length.
+    """
+    asked = {"model": client.models.list().data[0].id, "max_tokens": 96}
+    asked |= {"temperature": 0, "extra_body": {"ignore_eos": True}}
+    messages = [{"role": "user", "content": "Count to a hundred."}]
+    answers = (
+        client.completions.create(prompt="One, two,", **asked),
+        client.chat.completions.create(messages=messages, **asked),
+    )
+    lengths = [answer.usage.completion_tokens for answer in answers]
+    if lengths != 2 * [asked["max_tokens"]]:
+        raise ValueError(f"expected texts of {asked['max_tokens']}, got {lengths}")
 
 
 def _attach(manager: KVPolicyManager) -> None:
