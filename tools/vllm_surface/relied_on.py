@@ -45,6 +45,7 @@ _ENGINE = (
         {
             "__init__": ANY,
             "add_request": "self request",
+            "schedule": ANY,
             "update_from_output": "self scheduler_output model_runner_output",
             "set_pause_state": "self pause_state",
             "shutdown": "self",
