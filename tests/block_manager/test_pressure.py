@@ -6,6 +6,7 @@ Real schedulers, without a worker; test_scheduler_simulation runs them with one.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 from vllm.config import ModelConfig
@@ -15,7 +16,11 @@ from vllm.v1.request import Request
 
 from support import sweeps
 from support.engine.simulator_engine import Scenario, make_scheduler
+from vllm_kvpolicy.block_manager.entry import Entry
+from vllm_kvpolicy.block_manager.manager import KVPolicyManager
+from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
 from vllm_kvpolicy.block_manager.pressure import Floor, Floors, Row, water_fill
+from vllm_kvpolicy.events import EventPlan, Footprint
 
 SIZE = 32
 MIX = Scenario(
@@ -278,3 +283,53 @@ def test_floors_leave_a_stretch_for_one(
     for _ in range(2):
         floors.add(Floor(5.0, 4, 4))
     assert floors.fits(Floor(7.0, 6, 2), num_blocks) == fits
+
+
+def test_one_whose_superblocks_others_hold_is_cut_last(
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives nothing back as long as they hold them."""
+    stock = KVPolicyManager.num_shared
+    monkeypatch.setattr(
+        KVPolicyManager,
+        "num_shared",
+        lambda self, name: 12 if name == "r6" else stock(self, name),
+    )
+    run = serve(replace(MIX, pool=62), model_config, PROMPTS, [300] * 8)
+    cut = [name for name, _, _ in run.events]
+    assert cut and "r6" not in cut[: len(set(cut)) - 1], run.events
+
+
+def test_one_that_ends_soon_is_not_cut(model_config: ModelConfig) -> None:
+    """When one of two needs a superblock more, it has three tokens left."""
+    run = serve(replace(MIX, pool=17), model_config, [200, 200], [60, 300])
+    assert {name for name, _, _ in run.events} == {"r1"}
+
+
+def test_bookings_are_those_of_what_has_been_computed(
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of requests that have sat a step out, before the next calls."""
+    waits = []
+
+    def check(entry: Entry, waiting: Any) -> None:
+        stock(entry, waiting)
+        waits.append(entry.num_waits)
+        for name, booking in entry.forecast.bookings.items():
+            computed = entry._running[name].num_computed_tokens
+            if booking.offset is not None:
+                assert computed - entry.forecast.step == booking.offset, name
+
+    stock = Entry.foresee
+    monkeypatch.setattr(Entry, "foresee", check)
+    policy = {**MIX.policy, "budget": 256, "interval": 128}
+    scenario = replace(MIX, policy=policy, pool=160, max_num_seqs=16, longest=900)
+    serve(scenario, model_config, [200] * 16, [600] * 16)
+    assert waits[-1] > 10
+
+
+def test_drafts_may_lie_before_a_called_event() -> None:
+    footprint = Footprint(EventPlan(100, 64, 32, 4096), recent=8, block_size=16)
+    for num_drafts in (0, 4):
+        plan = RequestPlan("tova", footprint, 4, num_drafts=num_drafts, is_called=True)
+        assert RequestState(plan, computed=200).soonest_call == 200 + num_drafts
