@@ -201,7 +201,9 @@ def test_every_class_can_be_made_with_every_release(modules, minor):
 
 
 def test_an_override_without_a_row_is_found():
-    mine = type("Mine", (Scheduler,), {"get_grammar_bitmask": None, "__module__": __name__})
+    mine = type(
+        "Mine", (Scheduler,), {"get_grammar_bitmask": None, "__module__": __name__}
+    )
     assert set(overrides_of(mine)) - rows() == {f"{SCHEDULER}.get_grammar_bitmask"}
 
 
