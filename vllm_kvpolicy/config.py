@@ -148,8 +148,7 @@ class KVPolicyConfig:
         if self.events not in (ALWAYS, PRESSURE):
             got = shown(self.events)
             raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
-        infos = [each.info for each in self.all_resolved]
-        if self.events == PRESSURE and all(info.keeps_all for info in infos):
+        if self.events == PRESSURE and self.resolved().info.keeps_all:
             raise ValueError(
                 f"events: got {PRESSURE!r} with {self.policy!r}, which has no budget "
                 f"to stop at, expected {ALWAYS!r} or a policy with a scorer"

@@ -233,8 +233,14 @@ def auto_budget(
     window = max(each.window_tokens for each in config.all_resolved)
     share -= -(-window * query_rows(vllm_config) // (2 * size))
     fitting = (share - 1) * size - config.interval_tokens
-    budget = max(fitting // AUTO_STEP * AUTO_STEP, least)
-    return max(min(budget, longest), config.least_budget(size))
+    budget = min(max(fitting // AUTO_STEP * AUTO_STEP, least), longest)
+    # Events inside a prompt come late where the budget is large.
+    while budget > least and num_blocks is not None:
+        peak = max_blocks_per_request(vllm_config, config.with_budget(budget))
+        if peak + sliding_groups(vllm_config).most_blocks(longest) < num_blocks:
+            break
+        budget = max(budget - AUTO_STEP, least)
+    return max(budget, config.least_budget(size))
 
 
 def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:

@@ -143,7 +143,7 @@ def traffic(
 
 def as_vllm_does(engine: Traffic) -> Traffic:
     admission = engine.scheduler.kv_policy_entry
-    admission.admits = lambda *request: True
+    admission.admits = lambda request, computed, num_new, *_: num_new
     admission.allowed = lambda *given: given[2]
     return engine
 

@@ -75,10 +75,14 @@ def serve(
     prompts: Sequence[int],
     answers: Sequence[int],
     urgent: dict[int, int] | None = None,
+    may_stop: bool = False,
+    extra_args: dict[int, Any] | None = None,
 ) -> Run:
     """Give every request its answer, all steps in order.
 
     Args:
+        may_stop: answers could end by themselves, so that their lengths are not known.
+        extra_args: of requests, by number.
         urgent: by number of a request that comes late, the step before it comes; it is
             more urgent than the others.
     """
@@ -91,7 +95,9 @@ def serve(
                 request_id=f"r{number}",
                 prompt_token_ids=[5] * prompts[number],
                 sampling_params=SamplingParams(
-                    max_tokens=answers[number], ignore_eos=True
+                    max_tokens=answers[number],
+                    ignore_eos=not may_stop,
+                    extra_args=(extra_args or {}).get(number),
                 ),
                 pooling_params=None,
                 priority=int(number not in late),
@@ -333,3 +339,33 @@ def test_drafts_may_lie_before_a_called_event() -> None:
     for num_drafts in (0, 4):
         plan = RequestPlan("tova", footprint, 4, num_drafts=num_drafts, is_called=True)
         assert RequestState(plan, computed=200).soonest_call == 200 + num_drafts
+
+
+def test_answers_of_unknown_length_are_cut(model_config: ModelConfig) -> None:
+    """They are not taken to end where few answers say how long they are."""
+    policy = {**MIX.policy, "policy": "ams-expected", "interval": 128}
+    scenario = replace(MIX, policy=policy, pool=90)
+    run = serve(scenario, model_config, PROMPTS, [300] * 8, may_stop=True)
+    lengths = {f"r{number}": length for number, length in enumerate(PROMPTS)}
+    assert run.preemptions == 0
+    assert sum(position > lengths[name] for name, position, _ in run.events) >= 3
+
+
+def test_others_are_cut_for_one_without_a_policy(model_config: ModelConfig) -> None:
+    """Its prompt fits beside their floors; they stay in its way for 100 steps else."""
+    wishes = {6: {"kv_policy": "none"}}
+    prompts, answers = [150] * 6 + [200], [150] * 6 + [20]
+    scenario = replace(MIX, pool=54)
+    run = serve(scenario, model_config, prompts, answers, extra_args=wishes)
+    assert run.events and run.preemptions == 0
+    assert run.first["r6"] <= 70
+
+
+def test_the_urgent_do_not_wait_for_the_floors_of_others(
+    model_config: ModelConfig,
+) -> None:
+    """Five less urgent ones at their floors fill the pool: vLLM preempts them."""
+    scenario = replace(MIX, priorities=True, pool=30)
+    prompts, answers = [100] * 5 + [90], [300] * 5 + [20]
+    run = serve(scenario, model_config, prompts, answers, urgent={5: 150})
+    assert run.first["r5"] <= 150 + 8 and run.preemptions > 0

@@ -213,7 +213,7 @@ def test_an_urgent_request_does_not_rely_on_what_less_urgent_ones_hold():
     assert engine.manager.num_staying(("low",)) == 4 + 3, "four are the other's, too"
     assert engine.manager.num_staying(("low", "other")) == 0
     prefix = engine.manager.req_to_blocks["low"][:6]
-    admission = Entry(engine.planner, engine.manager, 500, 100, 8, late_steps=0)
+    admission = Entry(engine.planner, engine.manager, 500, 100, late_steps=0)
     for leaving, expected in (((), 6), (("low",), 4), (("low", "other"), 0)):
         admission.note_hit("new", prefix, frozenset(leaving))
         assert admission._shared["new"][0] == expected
@@ -226,7 +226,7 @@ def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: in
     plan = replace(PLAN, prompt_len=80)
     engine.add("b", plan)
     admission = Entry(
-        engine.planner, engine.manager, 500, 100, 8, late_steps=0, num_drafts=drafts
+        engine.planner, engine.manager, 500, 100, late_steps=0, num_drafts=drafts
     )
     admission._shared["b"] = shared, 1000  # others keep it for long
     request = make_request("b", list(range(80)))

@@ -58,7 +58,10 @@ _ENGINE = (
             ),
             "_update_after_schedule": "self scheduler_output",
         },
-        read="kv_cache_manager perf_metrics requests running vllm_config",
+        read=(
+            "kv_cache_manager perf_metrics requests running waiting pause_state "
+            "max_num_active_reqs num_waiting_for_streaming_input vllm_config"
+        ),
     ),
     Owner(
         "vllm.v1.core.sched.async_scheduler:AsyncScheduler",

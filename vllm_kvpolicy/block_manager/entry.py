@@ -9,6 +9,9 @@ bounded requests will hold is known, so that both can be foreseen:
   somebody gets to the next event. Where that has cost as many tokens as a preemption
   would, vLLM preempts: answers were longer than expected.
 
+Where events are called for (`pressure`), one enters when there is room beside the
+floors of all, as soon as calls have made it.
+
 Where answers have known lengths and vLLM does not speculate nobody is preempted. Where
 it does, a request takes superblocks for drafts, and how fast it advances is not known:
 it is expected to hold the most of the next superblock of tokens, and booked anew when
@@ -18,7 +21,7 @@ they held it for ever.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,7 +107,6 @@ class Entry:
 
     Args:
         step_tokens: most tokens that a step computes.
-        max_running: most requests that run at once.
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
         watermark: superblocks that vLLM wants to be free behind one that enters.
@@ -122,7 +124,6 @@ class Entry:
     manager: KVPolicyManager
     max_model_len: int
     step_tokens: int
-    max_running: int
     late_steps: int
     by_priority: bool = False
     watermark: int = 0
@@ -162,7 +163,7 @@ class Entry:
             expected=self._expected,
             unforeseen=lambda: self._unforeseen(self.manager.num_taken, NOBODY),
             step_tokens=self.step_tokens,
-            max_running=self.max_running,
+            max_model_len=self.max_model_len,
             late_steps=self.late_steps,
             notice=max(self.window_tokens, self.num_drafts),
             by_priority=self.by_priority,
@@ -244,20 +245,24 @@ class Entry:
             levels, offset = self._levels(request, state, computed, num_new)
             may_enter = True
             if state.plan.is_called:
-                may_enter = self._fits_by_floors(request_id, state, levels)
+                may_enter = self._fits_by_floors(request, state, levels)
                 if not may_enter:
                     # Not whole, so with events inside its prompt, as in `always`.
                     first = computed + state.footprint.window_tokens + 1
                     self.planner.fold(request_id, (first, request.num_tokens))
                     num_new = min(num_new, state.target - computed)
                     levels, offset = self._levels(request, state, computed, num_new)
-                    may_enter = self._fits_by_floors(request_id, state, levels)
+                    may_enter = self._fits_by_floors(request, state, levels)
                 if may_enter:
                     leaving = NOBODY  # less urgent ones are cut instead
-                may_enter |= self._is_alone(leaving)
+                elif leaving:
+                    may_enter = self._fits_by_floors(request, state, levels, leaving)
+                may_enter = may_enter or self._is_alone(leaving)
             if not (may_enter and self._fits(levels, leaving)):
-                if may_enter and state.plan.is_called:
-                    self.pressure.ask(request_id, self._soon(state, levels))
+                if state.plan.is_called:
+                    if may_enter:
+                        self.pressure.ask(request_id, self._soon(state, levels))
+                    self.planner.fold(request_id, None)
                 self.num_held_back += 1
                 return 0
             self.forecast.book(request_id, levels, offset)
@@ -288,11 +293,11 @@ class Entry:
         if booking.offset is None and state.plan.is_called:
             self.pressure.enters(request.request_id, state)
 
-    def foresee(self, waiting: Collection[Request]) -> None:
+    def foresee(self, waiting: Sequence[Request]) -> None:
         """Call for events that the pool will need; a step is about to be scheduled.
 
         Args:
-            waiting: requests, in the order in which they may enter.
+            waiting: requests that may enter if there is room, first ones first.
         """
         for request_id in self._stopped:
             self.rebook(request_id)
@@ -371,11 +376,15 @@ class Entry:
         return soon + state.footprint.window_blocks
 
     def _fits_by_floors(
-        self, request_id: str, state: RequestState, levels: np.ndarray
+        self,
+        request: Request,
+        state: RequestState,
+        levels: np.ndarray,
+        leaving: frozenset[str] = NOBODY,
     ) -> bool:
         """Return whether there is room beside all others at their floors."""
-        floor = self.pressure.floor(state, self._last[request_id])
-        return self.pressure.floors().fits(floor, self._soon(state, levels))
+        floor = self.pressure.floor(state, self._last[request.request_id])
+        return self.pressure.floors(leaving).fits(floor, self._soon(state, levels))
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
@@ -419,10 +428,11 @@ class Entry:
         if end < known:
             num_steps = -(-(known - computed) // self.step_tokens) + last - known
             num_steps = min(num_steps + 1, HORIZON)
-            peak = footprint.peak_blocks(last)
             if state.plan.is_called:
                 until = min(known + self.pressure.lead, last)
                 peak = course_peak(footprint, state.course(), until)
+            else:
+                peak = footprint.peak_blocks(last)
             most = peak + self._sliding.most_blocks(last)
             return np.full(num_steps, most), None
         positions = computed, end, min(last, end + HORIZON)

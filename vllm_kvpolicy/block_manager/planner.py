@@ -125,7 +125,7 @@ class RequestState:
         return self.plan.footprint
 
     def usable_hit(self, num_cached: int) -> int:
-        """Return how many cached tokens the request takes: all, where none is near."""
+        """Return how many cached tokens it takes: all, without events in its prompt."""
         is_whole = self.plan.is_called and self.plan.takes_hits and self.folds is None
         return num_cached if is_whole else self.plan.usable_hit(num_cached)
 

@@ -11,10 +11,10 @@ unless all are at their floors.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -100,7 +100,7 @@ class Pressure:
         expected: returns how many tokens a request will have.
         unforeseen: returns the superblocks that no booking accounts for.
         step_tokens: most tokens that a step computes.
-        max_running: most requests that run at once.
+        max_model_len: most tokens of a request.
         late_steps: by which what is scheduled may be ahead of what has been computed.
         notice: most tokens from a call to its event: queries to read, or drafts.
         by_priority: less urgent requests are cut first.
@@ -120,7 +120,7 @@ class Pressure:
     expected: Callable[[Request], int]
     unforeseen: Callable[[], int]
     step_tokens: int
-    max_running: int
+    max_model_len: int
     late_steps: int
     notice: int
     by_priority: bool = False
@@ -158,8 +158,8 @@ class Pressure:
         for request_id in list(self._called):
             if self.planner.states[request_id].call is None:
                 del self._called[request_id]
-        any_request = next(iter(self._windows))
-        one = self.planner.states[any_request].footprint.window_blocks
+        states = map(self.planner.states.__getitem__, self._windows)
+        one = max(state.footprint.window_blocks for state in states)
         wanted = max(math.ceil(sum(self._windows.values())), one)
         return max(wanted - sum(self._called.values()), 0)
 
@@ -169,10 +169,8 @@ class Pressure:
         Args:
             last: how many of its tokens will be computed.
         """
-        footprint, beside = (
-            state.footprint,
-            self.manager.sliding.sizes.most_blocks(last, 1),
-        )
+        footprint, sizes = state.footprint, self.manager.sliding.sizes
+        beside = sizes.most_blocks(last, 1)
         if not state.plan.is_called:
             peak = footprint.peak_blocks(last) + beside
             return Floor(peak, peak, 0)
@@ -201,11 +199,12 @@ class Pressure:
         for known in (self._floors, self._windows, self._called):
             known.pop(request_id, None)
 
-    def floors(self) -> Floors:
-        """Return the floors of all that run."""
+    def floors(self, leaving: Container[str] = ()) -> Floors:
+        """Return the floors of all that run, but for those who leave."""
         found = Floors(self.manager.num_usable - self.unforeseen())
-        for floor in self._floors.values():
-            found.add(floor)
+        for request_id, floor in self._floors.items():
+            if request_id not in leaving:
+                found.add(floor)
         return found
 
     def ask(self, request_id: str, num_blocks: int) -> None:
@@ -214,25 +213,22 @@ class Pressure:
 
     # -- calls ------------------------------------------------------------------------
 
-    def relieve(self, waiting: Collection[Request]) -> None:
+    def relieve(self, waiting: Sequence[Request]) -> None:
         """Call for events where the pool runs short; vLLM has scheduled nothing yet.
 
         Args:
-            waiting: requests, in the order in which they may enter.
+            waiting: requests that may enter if there is room, first ones first.
         """
         demand, self._demand = self._demand, None
         if not self.running:
             return
-        slots = self.max_running - len(self.running)
         usable = self.manager.num_usable - self.unforeseen()
-        if not (waiting and slots > 0) and self.forecast.most() <= usable:
+        if not waiting and self.forecast.most() <= usable:
             return
         usable -= self.reserve
         no_one = np.zeros(self.lead + 1, np.int64)
         is_short = self._most(self.lead, no_one) > usable
-        coming = no_one
-        if waiting and slots > 0:
-            coming = self._coming(list(islice(waiting, slots)), demand)
+        coming = self._coming(waiting, demand) if waiting else no_one
         if not is_short and self._most(self.lead, coming) <= usable:
             return
         rows = [row for row in map(self._row, self.running) if row is not None]
@@ -240,12 +236,12 @@ class Pressure:
             return
         cause = GROWTH
         if not is_short:
-            first = next(iter(waiting)).priority
+            first = waiting[0].priority
             is_urgent = self.by_priority and any(row.priority > first for row in rows)
             cause = PRIORITY if is_urgent else ENTERING
         self._call(rows, usable, coming, cause)
 
-    def _coming(self, waiting: list[Request], demand: Demand | None) -> np.ndarray:
+    def _coming(self, waiting: Sequence[Request], demand: Demand | None) -> np.ndarray:
         """Return [lead + 1] int64: what those who wait will hold in steps to come.
 
         They enter one after the other, as far as there is room beside all floors, each
@@ -256,17 +252,20 @@ class Pressure:
         for request in waiting:
             state = self.planner.states.get(request.request_id)
             start = tokens // self.step_tokens
-            if state is None or not state.plan.is_called or start > self.lead:
+            if start > self.lead:
                 break
-            floor = self.floor(state, self.expected(request))
+            num_blocks = -(-request.num_tokens // self.manager.block_size)
+            num_blocks += self.manager.sliding.sizes.most_blocks(request.num_tokens)
+            floor = Floor(num_blocks, num_blocks, 0)  # without a bound
+            if state is not None and state.plan.is_called:
+                floor = self.floor(state, self.expected(request))
             if demand is not None and demand.request_id == request.request_id:
                 num_blocks = demand.num_blocks
+            elif floors.fits(floor, num_blocks):
+                if state is None or state.plan.takes_hits:
+                    num_blocks -= self._num_cached(request, seen)
             else:
-                num_blocks = state.footprint.blocks(request.num_tokens)
-                num_blocks += self.manager.sliding.sizes.most_blocks(request.num_tokens)
-                if not floors.fits(floor, num_blocks):
-                    break
-                num_blocks -= self._num_cached(request, seen)
+                break
             floors.add(floor)
             coming[start:] += num_blocks
             tokens += request.num_tokens
@@ -279,9 +278,14 @@ class Pressure:
         pool, group = self.manager.block_pool, [self.manager.kv_cache_group_id]
         found = 0
         for each in request.block_hashes:
-            cached = None if each in seen else pool.get_cached_block(each, group)
-            found += each in seen or bool(cached and cached[0].ref_cnt)
-            seen.add(each)
+            if each in seen:
+                found += 1
+                continue
+            cached = pool.get_cached_block(each, group)
+            if not cached:
+                break
+            found += cached[0].ref_cnt > 0
+        seen.update(request.block_hashes)
         return found
 
     def _most(self, last: int, coming: np.ndarray, first: int = 0) -> int:
@@ -309,7 +313,8 @@ class Pressure:
         # An event inside a prompt may come before, or begin to read queries before.
         if state.next_event(state.computed) <= position + footprint.window_tokens:
             return None
-        if position + self._effect >= self.last[request_id]:
+        most = request.num_prompt_tokens + request.max_tokens
+        if position + self.lead >= min(most, self.max_model_len):
             return None  # it ends before others could be cut
         frontier = footprint.frontier_blocks(position)
         shared = 0 if state.ordinal else self.manager.num_shared(request_id)

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from vllm.logger import init_logger
@@ -133,7 +134,6 @@ class KVPolicySchedulerMixin(CountingMixin):
             manager,
             self.max_model_len,
             step_tokens=self.max_num_scheduled_tokens,
-            max_running=self.max_num_running_reqs,
             late_steps=int(self.scheduler_config.async_scheduling or False),
             by_priority=self.policy == SchedulingPolicy.PRIORITY,
             watermark=self.kv_cache_manager.watermark_blocks,
@@ -167,8 +167,16 @@ class KVPolicySchedulerMixin(CountingMixin):
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
         """Schedule a step; events that the pool needs are called for before it."""
         if self.kv_policy_entry.calls_events:
-            self.kv_policy_entry.foresee(self.waiting)
+            self.kv_policy_entry.foresee(self._may_enter())
         return super().schedule(*args, **kwargs)
+
+    def _may_enter(self) -> list[Request]:
+        """Return the waiting requests for which vLLM has places, first ones first."""
+        if self.pause_state != PauseState.UNPAUSED:
+            return []
+        places = self.max_num_active_reqs - len(self.running)
+        places -= self.num_waiting_for_streaming_input
+        return list(islice(self.waiting, max(places, 0)))
 
     def add_request(self, request: Request) -> None:
         """Queue a request and plan its events."""

@@ -98,7 +98,7 @@ SERIES = (
     Series(
         "floor_tokens",
         "gauge",
-        "Fewest tokens per KV head to which calls cut; 0 where none are called for.",
+        "The server's floor, tokens per KV head; 0 where events are not called for.",
     ),
     Series(
         "tokens_left",

@@ -314,7 +314,7 @@ class Engine:
         """Let requests in when their prompt fits: where the pool is full, preempt."""
         admission = getattr(self.scheduler, "kv_policy_entry", None)
         if admission is not None:
-            admission.admits = lambda *request: True
+            admission.admits = lambda request, computed, num_new, *_: num_new
             admission.allowed = lambda *given: given[2]
 
     def admit_by_forecast(self) -> None:
