@@ -190,6 +190,18 @@ def test_as_many_as_may_run_fit_with_the_pools_share(
     assert most_blocks(config.with_budget(budget + 2 * 64), 1, *sizes) > share
 
 
+def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
+    """Their first event is the first multiple of 4,096 tokens above the budget."""
+    sizes = vars(ENGINE.scheduler_config) | {"max_num_seqs": 1}
+    alone = SimpleNamespace(
+        **vars(ENGINE) | {"scheduler_config": SimpleNamespace(**sizes)}
+    )
+    for num_blocks in (300, 400, 600, 900):
+        config = AUTO.with_budget(auto_budget(alone, AUTO, num_blocks))
+        assert max_blocks_per_request(alone, config) < num_blocks
+        assert config.budget_tokens > 256
+
+
 def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
     config = replace(AUTO, is_auto=False).with_budget(1024)
     line = capacity_line(ENGINE, config, 16 * 200 + 1)

@@ -235,11 +235,13 @@ def auto_budget(
     fitting = (share - 1) * size - config.interval_tokens
     budget = min(max(fitting // AUTO_STEP * AUTO_STEP, least), longest)
     # Events inside a prompt come late where the budget is large.
-    while budget > least and num_blocks is not None:
-        peak = max_blocks_per_request(vllm_config, config.with_budget(budget))
-        if peak + sliding_groups(vllm_config).most_blocks(longest) < num_blocks:
-            break
-        budget = max(budget - AUTO_STEP, least)
+    room = (num_blocks or 0) - 1 - sliding_groups(vllm_config).most_blocks(longest)
+
+    def fits(tokens: int) -> bool:
+        return max_blocks_per_request(vllm_config, config.with_budget(tokens)) <= room
+
+    while budget > least and fits(least) and not fits(budget):
+        budget -= AUTO_STEP
     return max(budget, config.least_budget(size))
 
 

@@ -107,6 +107,7 @@ class Entry:
 
     Args:
         step_tokens: most tokens that a step computes.
+        chunk_tokens: most of one prompt that a step computes; 0 for no limit.
         late_steps: steps for which a request that has ended keeps what it held: 1 with
             asynchronous scheduling.
         watermark: superblocks that vLLM wants to be free behind one that enters.
@@ -130,6 +131,7 @@ class Entry:
     num_drafts: int = 0
     window_tokens: int = 0
     calls_events: bool = False
+    chunk_tokens: int = 0
     forecast: Forecast = field(default_factory=Forecast)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     num_held_back: int = 0
@@ -162,7 +164,7 @@ class Entry:
             rebook=self.rebook,
             expected=self._expected,
             unforeseen=lambda: self._unforeseen(self.manager.num_taken, NOBODY),
-            step_tokens=self.step_tokens,
+            step_tokens=self.chunk_tokens or self.step_tokens,
             max_model_len=self.max_model_len,
             late_steps=self.late_steps,
             notice=max(self.window_tokens, self.num_drafts),

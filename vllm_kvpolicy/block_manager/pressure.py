@@ -99,7 +99,7 @@ class Pressure:
         rebook: books a request anew, by id, after a call.
         expected: returns how many tokens a request will have.
         unforeseen: returns the superblocks that no booking accounts for.
-        step_tokens: most tokens that a step computes.
+        step_tokens: most tokens of a prompt that a step computes.
         max_model_len: most tokens of a request.
         late_steps: by which what is scheduled may be ahead of what has been computed.
         notice: most tokens from a call to its event: queries to read, or drafts.

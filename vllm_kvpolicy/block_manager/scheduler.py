@@ -142,6 +142,7 @@ class KVPolicySchedulerMixin(CountingMixin):
                 each.window_tokens for each in self.kv_policy_config.all_resolved
             ),
             calls_events=self.kv_policy_config.events == PRESSURE,
+            chunk_tokens=self.scheduler_config.long_prefill_token_threshold,
         )
         if self.kv_policy_entry.calls_events:
             floor = self.kv_policy_config.budget_tokens

@@ -83,7 +83,8 @@ class ForecastCheck:
     def _check_asking(self, admission: Any) -> None:
         """Check that one who fits beside all floors enters when the others can be cut.
 
-        That takes a window, a step for each share of events, and a spacing of events.
+        That takes a window, a step for each share of events, and a spacing of events;
+        and before that, the prompts that are being computed.
         """
         demand = admission.pressure._demand
         name, steps = self.asking
@@ -92,7 +93,9 @@ class ForecastCheck:
             return
         states = admission.planner.states
         spacing = max(states[each].spacing for each in admission.pressure.running)
-        self.asking = name, steps + 1
+        running = self.scheduler.running
+        steps += not any(each.is_prefill_chunk for each in running)
+        self.asking = name, steps
         most = admission.pressure.lead + spacing
         check(steps < most, name, "has waited", steps, "steps for room, of", most)
 
