@@ -19,6 +19,7 @@ UNNAMED = {
     "api.patch_table": "rows that api.patch reads",
     "block_manager.output_lengths": "learns from answers that stop by themselves",
     "block_manager.counting": "adds to counters, the same without a policy",
+    "block_manager.pressure": "calls for events where positions are not fixed",
 }
 # A line of the docstring: two spaces, what happens, then files from first to last.
 AT_START = ("flag", "refuse", "worker")
