@@ -364,8 +364,8 @@ def test_others_are_cut_for_one_without_a_policy(model_config: ModelConfig) -> N
 def test_the_urgent_do_not_wait_for_the_floors_of_others(
     model_config: ModelConfig,
 ) -> None:
-    """Five less urgent ones at their floors fill the pool: vLLM preempts them."""
-    scenario = replace(MIX, priorities=True, pool=30)
+    """Four less urgent ones and an urgent one fill the pool at their floors."""
+    scenario = replace(MIX, priorities=True, pool=26)
     prompts, answers = [100] * 5 + [90], [300] * 5 + [20]
-    run = serve(scenario, model_config, prompts, answers, urgent={5: 150})
+    run = serve(scenario, model_config, prompts, answers, urgent={0: 0, 5: 150})
     assert run.first["r5"] <= 150 + 8 and run.preemptions > 0
