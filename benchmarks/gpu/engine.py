@@ -4,8 +4,8 @@ No HTTP and no text: prompts are token ids, weights are drawn.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -181,6 +181,7 @@ class BenchEngine:
         extra: dict[str, Any] | None = None,
         limit_s: float = 600.0,
         watch: bool = False,
+        share: float = 1.0,
     ) -> dict[str, Any]:
         """Run all requests of a workload at once and return what it took.
 
@@ -191,6 +192,7 @@ class BenchEngine:
             limit_s: seconds after which what is left is aborted; the result then says
                 `complete: False` and its figures are those of the time until then.
             watch: time operations and events; returned as `spans_ms`.
+            share: of the pool's blocks; the others are held back.
 
         Returns:
             The columns of stats.latencies; peak_running, mean_running (over time),
@@ -199,7 +201,7 @@ class BenchEngine:
         """
         spans = Spans(self.device)
         before, preempted = self.counters(), self._preemptions
-        with watched(spans) if watch else nullcontext():
+        with self._only(share), watched(spans) if watch else nullcontext():
             prompts = workload.prompts(number)
             live = Requests(self, prompts, workload.output_tokens, extra)
             is_complete = live.step_while(lambda: True, limit_s)
@@ -284,6 +286,15 @@ class BenchEngine:
         self.engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), params)
 
     # -- inside ---------------------------------------------------------------------
+
+    @contextmanager
+    def _only(self, share: float) -> Iterator[None]:
+        usable = self.pool.num_gpu_blocks - 1
+        kept_back = self.pool.get_new_blocks(usable - int(share * usable))
+        try:
+            yield
+        finally:
+            self.pool.free_blocks(kept_back)
 
     def _profile(self, live: "Requests", steps: int) -> dict[str, float]:
         from torch.profiler import ProfilerActivity, profile

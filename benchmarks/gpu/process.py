@@ -163,7 +163,7 @@ def take_turns(
         specs: of the engines.
         warm_ups: asked of an engine before its first cell.
         cells: measurements, in order.
-        limit_s: the most seconds of one.
+        limit_s: the most seconds of one whose arguments do not say it.
     """
     for group in groups_that_fit(specs, options.card_bytes):
         alive = {spec.name for spec in group}
@@ -178,7 +178,8 @@ def take_turns(
                     ask(engines, facts, cell)
             for cell in mine:
                 call = partial(ask, engines, facts, cell)
-                options.measure(record, cell.name, limit_s, call)
+                limit = cell.arguments.get("limit_s", limit_s)
+                options.measure(record, cell.name, limit, call)
 
 
 def ask(
