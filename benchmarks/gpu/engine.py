@@ -289,12 +289,14 @@ class BenchEngine:
 
     @contextmanager
     def _only(self, share: float) -> Iterator[None]:
-        usable = self.pool.num_gpu_blocks - 1
-        kept_back = self.pool.get_new_blocks(usable - int(share * usable))
+        pool, usable = self.pool, self.pool.num_gpu_blocks - 1
+        kept_back = pool.get_new_blocks(usable - int(share * usable))
+        pool.num_gpu_blocks -= len(kept_back)  # what a scheduler reckons with
         try:
             yield
         finally:
-            self.pool.free_blocks(kept_back)
+            pool.num_gpu_blocks += len(kept_back)
+            pool.free_blocks(kept_back)
 
     def _profile(self, live: "Requests", steps: int) -> dict[str, float]:
         from torch.profiler import ProfilerActivity, profile

@@ -168,15 +168,15 @@ def take_turns(
     for group in groups_that_fit(specs, options.card_bytes):
         alive = {spec.name for spec in group}
         mine = [cell for cell in cells if cell.engine in alive]
-        is_done = all(cell.name in record.cells for cell in mine)
-        if is_done or not options.has_time(FASTEST_START_SECONDS + limit_s):
+        wanted = {cell.engine for cell in mine if cell.name not in record.cells}
+        if not (wanted and options.has_time(FASTEST_START_SECONDS + limit_s)):
             continue
-        with running(group) as engines:
+        with running([spec for spec in group if spec.name in wanted]) as engines:
             facts = {name: engine.wait_ready() for name, engine in engines.items()}
             for cell in warm_ups:
-                if cell.engine in alive:
+                if cell.engine in wanted:
                     ask(engines, facts, cell)
-            for cell in mine:
+            for cell in (cell for cell in mine if cell.engine in wanted):
                 call = partial(ask, engines, facts, cell)
                 limit = cell.arguments.get("limit_s", limit_s)
                 options.measure(record, cell.name, limit, call)

@@ -212,7 +212,9 @@ class Contest(Part):
             found = self.medians(record, load)
             for engine, row in found.items():
                 speed = ratio(found, engine, "output_tok_s")
-                figures = (format(row[column], form) for column, form in COLUMNS.items())
+                figures = (
+                    format(row[column], form) for column, form in COLUMNS.items()
+                )
                 name = engine + ("" if row["complete"] else " (cut off)")
                 faster = "-" if speed is None else f"{speed:.2f}"
                 lines.append([str(load), name, faster, *figures])

@@ -360,8 +360,9 @@ class Entry:
         if self.forecast.peak(levels, leaving) > usable - unforeseen:
             if not self.pressure.is_on:
                 return False
-            soon = levels[: self.pressure.lead + 1]
-            peak = self.forecast.peak(soon, leaving) + self.pressure.reserve
+            lead = self.pressure.lead
+            reserve = int(self.pressure.reserve(lead).max())
+            peak = self.forecast.peak(levels[: lead + 1], leaving) + reserve
             return peak <= usable - unforeseen
         left = usable - staying - int(levels[0])
         return left >= levels.max() - levels[0] or self._proceeds(left, leaving)

@@ -147,21 +147,25 @@ class Pressure:
         """Steps from a call to what comes back."""
         return self.notice + self.late_steps + 1
 
-    @property
-    def reserve(self) -> int:
-        """Superblocks for query windows that may be called for beside those that are.
+    def reserve(self, last: int) -> np.ndarray:
+        """Return [last + 1] int64: superblocks of windows that may still be called for.
 
-        As many as are open at once on the average, and one window at least.
+        As many as are open at once on the average, and one window at least, less those
+        that have been called for, until their events.
         """
         if not self._windows:
-            return 0
-        for request_id in list(self._called):
-            if self.planner.states[request_id].call is None:
-                del self._called[request_id]
+            return np.zeros(last + 1, np.int64)
         states = map(self.planner.states.__getitem__, self._windows)
         one = max(state.footprint.window_blocks for state in states)
-        wanted = max(math.ceil(sum(self._windows.values())), one)
-        return max(wanted - sum(self._called.values()), 0)
+        found = np.full(last + 1, max(math.ceil(sum(self._windows.values())), one))
+        for request_id in list(self._called):
+            call = self.planner.states[request_id].call
+            if call is None:
+                del self._called[request_id]
+                continue
+            steps = call.position - self.running[request_id].num_computed_tokens
+            found[: max(steps, 0)] -= self._called[request_id]
+        return found.clip(0)
 
     def floor(self, state: RequestState, last: int) -> Floor:
         """Return what a request holds that is cut to its floor as often as it may be.
@@ -225,7 +229,6 @@ class Pressure:
         usable = self.manager.num_usable - self.unforeseen()
         if not waiting and self.forecast.most() <= usable:
             return
-        usable -= self.reserve
         no_one = np.zeros(self.lead + 1, np.int64)
         is_short = self._most(self.lead, no_one) > usable
         coming = self._coming(waiting, demand) if waiting else no_one
@@ -294,7 +297,7 @@ class Pressure:
         held = np.full(last + 1, coming[-1])
         held[: len(coming)] = coming[: last + 1]
         held[: len(load)] += load
-        return int(held[first:].max())
+        return int((held + self.reserve(last))[first:].max())
 
     def _row(self, request_id: str) -> "Row | None":
         """Return what can be asked of a request; None where it cannot be cut."""
@@ -313,9 +316,9 @@ class Pressure:
         # An event inside a prompt may come before, or begin to read queries before.
         if state.next_event(state.computed) <= position + footprint.window_tokens:
             return None
-        most = request.num_prompt_tokens + request.max_tokens
-        if position + self.lead >= min(most, self.max_model_len):
-            return None  # it ends before others could be cut
+        most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        if position >= most:
+            return None
         frontier = footprint.frontier_blocks(position)
         shared = 0 if state.ordinal else self.manager.num_shared(request_id)
         return Row(
@@ -328,12 +331,47 @@ class Pressure:
             local=position - frontier * footprint.block_size,
             whole=state.global_blocks - state.frontier_blocks + frontier - shared,
             shared=shared,
+            wait=position - state.computed,
+            ends=position + self.lead >= most,
         )
 
     def _call(
         self, rows: list["Row"], usable: int, coming: np.ndarray, cause: str
     ) -> None:
-        """Cut rows to the highest level with which the pool does not run short."""
+        """Cut rows to the highest level with which the pool does not run short.
+
+        That takes some steps. Where somebody finds no superblock in this one, rows that
+        can be cut at once are, to their floors, even if they end soon.
+        """
+        size = self.planner.limits.block_size
+        chosen = self._to_level([row for row in rows if not row.ends], usable, coming)
+        lacking = self._most(self.lead + self.notice, coming, self._effect) - usable
+        if lacking <= 0 or not chosen:
+            lacking = int(self.forecast.ahead(0).max(initial=0)) - usable
+            at_once = [(row, row.floor) for row in rows if not row.wait]
+            chosen = [each for each in at_once if each[0].gain(each[1], size)]
+        if lacking <= 0 or not chosen:
+            return
+        # The others are cut when they are due, so that few windows are open at once.
+        gains = accumulate(row.gain(budget, size) for row, budget in chosen)
+        enough = next((i for i, gain in enumerate(gains) if gain >= lacking), NO_STEP)
+        del chosen[enough + 1 :]
+        self.level = min(budget for _, budget in chosen)
+        for place, (row, budget) in enumerate(chosen):
+            delay = place // self.planner.limits.events_per_step
+            self.planner.call(row.request_id, Call(row.position + delay, budget))
+            if row.request_id in self._windows:
+                state = self.planner.states[row.request_id]
+                self._called[row.request_id] = state.footprint.window_blocks
+            self.rebook(row.request_id)
+        self.num_calls[cause] += len(chosen)
+
+    def _to_level(
+        self, rows: list["Row"], usable: int, coming: np.ndarray
+    ) -> list[tuple["Row", int]]:
+        """Return whom to cut to which budget, longest first, urgent ones last."""
+        if not rows:
+            return []
         interval = max(
             self.planner.states[row.request_id].footprint.events.interval
             for row in rows
@@ -349,22 +387,7 @@ class Pressure:
             alone = [replace(row, whole=row.whole + row.shared) for row in rows]
             chosen = [(row, row.floor) for row in alone if row.gain(row.floor, size)]
         chosen.sort(key=lambda each: (-each[0].priority, each[1] - each[0].held))
-        # The others are cut when they are due, so that few windows are open at once.
-        lacking = self._most(self.lead + self.notice, coming, first) - usable
-        if lacking <= 0 or not chosen:
-            return
-        gains = accumulate(row.gain(budget, size) for row, budget in chosen)
-        enough = next((i for i, gain in enumerate(gains) if gain >= lacking), NO_STEP)
-        del chosen[enough + 1 :]
-        self.level = min(budget for _, budget in chosen)
-        for place, (row, budget) in enumerate(chosen):
-            delay = place // self.planner.limits.events_per_step
-            self.planner.call(row.request_id, Call(row.position + delay, budget))
-            if row.request_id in self._windows:
-                state = self.planner.states[row.request_id]
-                self._called[row.request_id] = state.footprint.window_blocks
-            self.rebook(row.request_id)
-        self.num_calls[cause] += len(chosen)
+        return chosen
 
 
 @lru_cache(maxsize=64)
@@ -394,6 +417,8 @@ class Row:
         local: tokens behind the frontier there.
         whole: superblocks before the frontier, less those that others hold, too.
         shared: those.
+        wait: tokens until its event.
+        ends: it has its last token before others could be cut.
     """
 
     request_id: str
@@ -405,6 +430,8 @@ class Row:
     local: int
     whole: int
     shared: int = 0
+    wait: int = 0
+    ends: bool = False
 
     def gain(self, budget: int, size: int) -> int:
         """Return the superblocks that an event gives back; 0 where it is not worth it.

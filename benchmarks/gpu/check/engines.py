@@ -244,20 +244,25 @@ def check_movers(
 
 
 def check_infinite(checks: Any, where: Where, stock: Stock) -> None:
-    """A budget that is never reached gives stock's tokens, bit for bit."""
-    policy = {"policy": "ams-tova", "budget": INFINITE_BUDGET, "interval": 64}
-    with (
-        checks.case("infinite budget") as notes,
-        where.engine({**policy, "prefill_interval": 1024}) as engine,
-    ):
-        graphs = Graphs(engine, where.backend)
-        run = engine.run(where.jobs)
-        found = compare(run, stock.run)
-        notes.append(str(found))
-        assert_same(found)
-        assert engine.counters()["events"] == 0
-        assert run.steps == stock.run.steps, (run.steps, stock.run.steps)
-        notes += graphs.proof(run.steps, with_events=False)
+    """Stock's tokens, bit for bit, with room for all.
+
+    With a budget that is never reached, or where events are called for when the pool
+    runs short.
+    """
+    mover = {"policy": "ams-tova", "interval": 64, "prefill_interval": 1024}
+    for name, changes in {
+        "infinite budget": {"budget": INFINITE_BUDGET},
+        "room, called events": {"budget": 96, "events": "pressure"},
+    }.items():
+        with checks.case(name) as notes, where.engine(mover | changes) as engine:
+            graphs = Graphs(engine, where.backend)
+            run = engine.run(where.jobs)
+            found = compare(run, stock.run)
+            notes.append(str(found))
+            assert_same(found)
+            assert engine.counters()["events"] == 0
+            assert run.steps == stock.run.steps, (run.steps, stock.run.steps)
+            notes += graphs.proof(run.steps, with_events=False)
 
 
 def check_policies(checks: Any, where: Where, folder: Path | None = None) -> None:

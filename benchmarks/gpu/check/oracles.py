@@ -29,6 +29,7 @@ from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 from vllm_kvpolicy.policies.names import names, parse
 
 TIGHT = {"max_num_batched_tokens": 128, "max_model_len": 832}
@@ -52,11 +53,19 @@ class Oracles:
         policies: names, one request each.
         settings: further arguments of `helpers.Engine`.
         num_blocks: of the pool; too few for all requests at once.
+        events: when they come; see KVPolicyConfig.
     """
 
     policies: Sequence[str]
     settings: dict[str, Any]
     num_blocks: int = NUM_BLOCKS
+    events: str = ALWAYS
+
+    @property
+    def label(self) -> str:
+        """What follows the names of checks."""
+        lengths = ", own lengths" if is_ragged(self.policies[0]) else ""
+        return lengths + (", called events" if self.events == PRESSURE else "")
 
 
 def check_on_gpu(checks: Any) -> None:
@@ -65,12 +74,13 @@ def check_on_gpu(checks: Any) -> None:
     for ragged in (False, True):
         served = set(served_names(ragged)).union(() if ragged else calibrated)
         chosen = [name for name in names() if name in served]
-        check_oracles(checks, Oracles(chosen, ON_GPU))
+        for events in (ALWAYS, PRESSURE):
+            check_oracles(checks, Oracles(chosen, ON_GPU, events=events))
 
 
 def check_oracles(checks: Any, what: Oracles) -> None:
     """Run one request of each policy, and judge all that the server did."""
-    tier = ", own lengths" if is_ragged(what.policies[0]) else ""
+    tier = what.label
     with tempfile.TemporaryDirectory() as folder:
         model = make_tiny_model(Path(folder) / "model")
         trace = Path(folder) / "trace"
@@ -81,12 +91,17 @@ def check_oracles(checks: Any, what: Oracles) -> None:
             Engine(model, values, trace, what.num_blocks, **what.settings) as engine,
         ):
             graphs = Graphs(engine, what.settings.get("attention_backend", ""))
-            engine.admit_as_vllm_does()
+            if what.events == ALWAYS:
+                engine.admit_as_vllm_does()
             run = engine.run(jobs)
-            assert run.preemptions > 0
-            assert all(result.events for result in run.results.values())
+            had = [bool(result.events) for result in run.results.values()]
+            if what.events == ALWAYS:
+                assert run.preemptions > 0 and all(had)
+            else:
+                assert run.preemptions == 0 and sum(had) >= len(had) // 2
             assert_given_back(engine)
             notes.append(f"{len(jobs)} policies, {run.preemptions} preemptions")
+            notes.append(f"{sum(had)} had events")
             notes += graphs.proof(run.steps)
         decoder = ReferenceDecoder(model)
         results = list(run.results.values())
@@ -151,7 +166,8 @@ def policy_values(what: Oracles, folder: Path) -> dict[str, Any]:
     for scorer in ("triattention", "qfilter"):
         if scorer in what.policies:
             options |= options_for(scorer, folder, 2, 2, 2, 32)
-    return {"policy": first, "allow": others, "policy_config": options, **BASE}
+    policy = {"policy": first, "allow": others, "events": what.events}
+    return policy | {"policy_config": options, **BASE}
 
 
 def request_config(values: dict[str, Any], job: Job) -> KVPolicyConfig:
