@@ -14,7 +14,6 @@ from benchmarks.gpu.process import Cell, take_turns
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.serving import (
     POLICY,
-    SIDE_TOKENS,
     STOCK,
     TOKEN_IDS,
     WARM_UP_REQUESTS,
@@ -23,6 +22,8 @@ from benchmarks.gpu.serving import (
 from benchmarks.gpu.timing import EVENT, PHASES
 from benchmarks.workload import Workload
 
+SIDE_TOKENS = 128
+"""Per request, of bytes that a policy has beside what requests hold."""
 WITHIN_EVENTS = ("usage", "score", "select", "compact")
 """Phases of PHASES; the rest of an event is the moving of everything else."""
 EVENT_TARGET, ITL_TARGET = 0.015, 1.15

@@ -48,7 +48,7 @@ def by_part(wanted: Row, folder: Path) -> list[list[str]]:
 
 
 def checks(wanted: Row, folder: Path) -> list[list[str]]:
-    """Return the groups of checks of the last run in a file, and what failed.
+    """Return the groups of checks in a file, each in its last run, and what failed.
 
     Args:
         wanted: `file`, of `python -m benchmarks.gpu check`.
@@ -58,10 +58,8 @@ def checks(wanted: Row, folder: Path) -> list[list[str]]:
         ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"file"})
-    lines = runner.lines_of(folder / wanted["file"])
     rows = []
-    for group in dict.fromkeys(line["group"] for line in lines):
-        mine = [line for line in lines if line["group"] == group]
+    for group, mine in runner.last_runs(folder / wanted["file"]).items():
         ran = [line for line in mine if not line["detail"].startswith("NOT RUN")]
         failed = [line["check"] for line in ran if not line["ok"]]
         counts = len(ran) - len(failed), len(failed), len(mine) - len(ran)

@@ -165,13 +165,14 @@ def test_values_are_picked_by_their_paths(tmp_path, path, cells):
     assert table[2:] == [f"| A | 1,201 | {cells[0]} |", f"| B | 12.5 | {cells[1]} |"]
 
 
-def test_checks_on_a_gpu_are_those_of_the_last_run(tmp_path):
+def test_checks_on_a_gpu_are_those_of_each_groups_last_run(tmp_path):
     def line(group, check, ok, detail=""):
         return {"group": group, "check": check, "ok": ok, "detail": detail}
 
     lines = [
         {"machine": {}},
         line("syncs", "before", False),
+        line("words", "DMS", True),
         {"machine": {}},
         line("triton", "identity", True),
         line("syncs", "stock", True),
@@ -183,7 +184,8 @@ def test_checks_on_a_gpu_are_those_of_the_last_run(tmp_path):
         "| `flashinfer` | 0 | 0 | 1 | - |",
         "| `syncs` | 1 | 1 | 0 | events |",
         "| `triton` | 1 | 0 | 0 | - |",
-        "| all | 2 | 1 | 1 |  |",
+        "| `words` | 1 | 0 | 0 | - |",
+        "| all | 3 | 1 | 1 |  |",
     ]
 
 

@@ -129,9 +129,10 @@ class Pressure:
     num_calls: Counter[str] = field(default_factory=Counter)
     _demand: Demand | None = None
     _floors: dict[str, Floor] = field(default_factory=dict)
-    # Of running requests, superblocks of windows that are open on the average, and of
-    # those that have been called for.
-    _windows: dict[str, float] = field(default_factory=dict)
+    # Of running requests: the share of time in which a window is open and its
+    # superblocks, what they make together, and those that have been called for.
+    _windows: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _wanted: int | None = None
     _called: dict[str, int] = field(default_factory=dict)
 
     # -- who may enter --------------------------------------------------------------
@@ -153,11 +154,11 @@ class Pressure:
         As many as are open at once on the average, and one window at least, less those
         that have been called for, until their events.
         """
-        if not self._windows:
-            return np.zeros(last + 1, np.int64)
-        states = map(self.planner.states.__getitem__, self._windows)
-        one = max(state.footprint.window_blocks for state in states)
-        found = np.full(last + 1, max(math.ceil(sum(self._windows.values())), one))
+        if self._wanted is None:
+            one = max((blocks for _, blocks in self._windows.values()), default=0)
+            mean = sum(share * blocks for share, blocks in self._windows.values())
+            self._wanted = max(math.ceil(mean), one)
+        found = np.full(last + 1, self._wanted)
         for request_id in list(self._called):
             call = self.planner.states[request_id].call
             if call is None:
@@ -196,12 +197,14 @@ class Pressure:
         footprint = state.footprint
         if footprint.window_blocks:
             share = footprint.window_tokens / footprint.events.interval
-            self._windows[request_id] = share * footprint.window_blocks
+            self._windows[request_id] = share, footprint.window_blocks
+            self._wanted = None
 
     def leaves(self, request_id: str) -> None:
         """Forget a request that has ended or is preempted."""
         for known in (self._floors, self._windows, self._called):
             known.pop(request_id, None)
+        self._wanted = None
 
     def floors(self, leaving: Container[str] = ()) -> Floors:
         """Return the floors of all that run, but for those who leave."""

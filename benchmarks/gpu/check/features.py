@@ -125,8 +125,13 @@ def check_identity(checks: Any, where: Where) -> None:
             for job in jobs[::4]:
                 alone.results.update(engine.run([job]).results)
         some = Run({name: run.results[name] for name in alone.results}, 0, 0)
-        stock = Stock(run, [compare(alone, some)], None)
-        notes.append(str(stock.noises[0]))
+        noises = [compare(alone, some)]
+        if where.other_backend:
+            changes = {**where.settings, "attention_backend": where.other_backend}
+            with replace(where, settings=changes).engine() as engine:
+                noises.append(compare(engine.run(jobs), run))
+        stock = Stock(run, noises, None)
+        notes.append("; on another backend: ".join(map(str, noises)))
     if not some:
         return
     mover = {"budget": 96, "interval": 40, "prefill_interval": 512}

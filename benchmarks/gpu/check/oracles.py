@@ -145,12 +145,15 @@ def replayed(
 
 
 def chosen_otherwise(results: Sequence[Result]) -> str:
-    """Return how many events ended in another way when they were computed anew."""
+    """Return how many events ended in another way when they were computed anew.
+
+    Those that are called for need not come again.
+    """
     names: Counter[str] = Counter()
     repeated = 0
     for result in results:
         for events in result.passes[:-1]:
-            for before in events:
+            for before in events[: len(result.events)]:
                 after = result.events[before.ordinal]
                 repeated += 1
                 is_other = not np.array_equal(before.survivors, after.survivors)

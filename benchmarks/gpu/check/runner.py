@@ -184,11 +184,28 @@ def run_group(command: Sequence[str], path: Path, end: float, name: str) -> None
         Checks(name, path).add("the whole group", False, seconds, problem)
 
 
-def lines_of(path: Path) -> list[Line]:
-    """Return the checks of the last run in a file, which begins with its machine."""
-    found: list[Line] = []
+def runs_in(path: Path) -> list[list[Line]]:
+    """Return the checks of each run in a file; a run begins with its machine."""
+    found: list[list[Line]] = [[]]
     for line in map(json.loads, path.read_text().splitlines()):
-        found = [] if "machine" in line else [*found, line]
+        if "machine" in line:
+            found.append([])
+        else:
+            found[-1].append(line)
+    return found
+
+
+def lines_of(path: Path) -> list[Line]:
+    """Return the checks of the last run in a file."""
+    return runs_in(path)[-1]
+
+
+def last_runs(path: Path) -> dict[str, list[Line]]:
+    """Return the checks of each group, from the last run that had it."""
+    found: dict[str, list[Line]] = {}
+    for run in runs_in(path):
+        for group in dict.fromkeys(line["group"] for line in run):
+            found[group] = [line for line in run if line["group"] == group]
     return found
 
 
