@@ -6,6 +6,7 @@ Real schedulers, without a worker; test_scheduler_simulation runs them with one.
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from support import sweeps
+from support.calibration_files import options_for
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
 from vllm_kvpolicy.block_manager.pressure import Floor, Floors, Row, water_fill
 from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.policies.names import names, parse
 
 SIZE = 32
 MIX = Scenario(
@@ -310,6 +313,48 @@ def test_one_that_ends_soon_is_not_cut(model_config: ModelConfig) -> None:
     """When one of two needs a superblock more, it has three tokens left."""
     run = serve(replace(MIX, pool=17), model_config, [200, 200], [60, 300])
     assert {name for name, _, _ in run.events} == {"r1"}
+
+
+def test_windows_of_many_lengths_beside_prompts_that_stay(
+    model_config: ModelConfig, tmp_path: Path
+) -> None:
+    """Windows that open together take superblocks that others need meanwhile.
+
+    This one, found by a check on a GPU, ended in a preemption after 60 steps in which
+    fewer and fewer requests went on, though some could be cut at once.
+    """
+    chosen = [name for name in names() if is_equal(name)]
+    options: dict[str, Any] = {"expected_window": 48, "snapmax_window": 48}
+    for scorer in ("triattention", "qfilter"):
+        options |= options_for(scorer, tmp_path, 2, 2, 2, 32)
+    policy = {
+        "policy": chosen[0],
+        "allow": chosen[1:],
+        "policy_config": options,
+        "events": "pressure",
+        "budget": 150,
+        "interval": 130,
+        "prefill_interval": 256,
+        "recent": 40,
+        "sinks": 5,
+    }
+    sizes = {"pool": 61, "max_num_seqs": 64, "max_batched": 128, "longest": 832}
+    count = len(chosen)
+    run = serve(
+        replace(MIX, policy=policy, **sizes),
+        model_config,
+        [(37, 180, 300, 430)[number % 4] for number in range(count)],
+        [290] * count,
+        extra_args={n: {"kv_policy": name} for n, name in enumerate(chosen)},
+    )
+    assert count > 50 and len(run.events) > 2 * count and run.preemptions == 0
+
+
+def is_equal(name: str) -> bool:
+    """Return whether a policy for users has heads of equal length and no other file."""
+    info = parse(name)
+    needs_file = name.endswith(("-triattention", "-qfilter"))
+    return not (info.is_test or needs_file or info.is_ragged({}))
 
 
 def test_bookings_are_those_of_what_has_been_computed(
