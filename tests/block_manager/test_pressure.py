@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +21,14 @@ from support.calibration_files import options_for
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
-from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
-from vllm_kvpolicy.block_manager.pressure import Floor, Floors, Row, water_fill
+from vllm_kvpolicy.block_manager.planner import Call, RequestPlan, RequestState
+from vllm_kvpolicy.block_manager.pressure import (
+    Floor,
+    Floors,
+    Pressure,
+    Row,
+    water_fill,
+)
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.policies.names import names, parse
 
@@ -348,6 +355,22 @@ def test_windows_of_many_lengths_beside_prompts_that_stay(
         extra_args={n: {"kv_policy": name} for n, name in enumerate(chosen)},
     )
     assert count > 50 and len(run.events) > 2 * count and run.preemptions == 0
+
+
+def test_windows_are_reserved_again_when_called_ones_close() -> None:
+    """Two are open half of the time; one has been called for, three steps from now."""
+    state, request = SimpleNamespace(call=Call(110, 96)), SimpleNamespace()
+    request.num_computed_tokens = 107
+    pressure: Any = SimpleNamespace(
+        planner=SimpleNamespace(states={"r0": state}),
+        running={"r0": request},
+        _windows={"r0": (0.5, 2), "r1": (0.5, 2)},
+        _wanted=None,
+        _called={"r0": 2},
+    )
+    assert Pressure.reserve(pressure, 5).tolist() == [0, 0, 0, 2, 2, 2]
+    state.call = None
+    assert Pressure.reserve(pressure, 1).tolist() == [2, 2] and not pressure._called
 
 
 def is_equal(name: str) -> bool:
