@@ -198,7 +198,7 @@ def _numbers() -> list[str]:
     for key in INTEGER_KEYS:
         name = f"--kv-{key.key}" if key.is_flag else key.key
         default = getattr(KVPolicyConfig, key.field)
-        shown = "auto" if default is None else default
+        shown = key.absent if default is None else default
         lines.append(f"| `{name}` | {shown} | {key.minimum} | {key.summary} |")
     return [*lines, ""]
 

@@ -309,6 +309,29 @@ def test_requests_keep_the_window_of_gates(policy, key, server):
     assert started.with_request({"kv_policy": "tova", key: 1}, 32) is not None
 
 
+def test_a_ceiling_is_above_the_floor_and_of_called_events_alone():
+    wrong = (
+        (48, "pressure", "least the budget, 96"),
+        (200, "always", "cut to the bud"),
+    )
+    for ceiling, events, why in wrong:
+        with pytest.raises(ValueError, match=f"^ceiling: got {ceiling}.*{why}"):
+            config(budget=96, ceiling=ceiling, events=events)
+    server = config(budget=96, ceiling=200, events="pressure")
+    assert KVPolicyConfig.from_dict(server.to_dict()) == server
+    asked = server.with_request({"kv_ceiling": 150, "kv_budget": 80}, 32)
+    assert (asked.ceiling_tokens, asked.budget_tokens) == (150, 80)
+    free = config(budget=96, events="pressure")
+    assert free.with_request({"kv_ceiling": 9000}, 32).ceiling_tokens == 9000
+    for each, value, why in (
+        (server, 201, "at most the server's 200"),
+        (server, 95, "least the budget"),
+        (config(budget=96), 200, "events 'always'"),
+    ):
+        with pytest.raises(ValueError, match=f"^kv_ceiling: got {value}.*{why}"):
+            each.with_request({"kv_ceiling": value}, 32)
+
+
 @pytest.mark.parametrize(
     ("policy", "options"), [("wgkv", {"wgkv_gates": "file"}), ("quest", {})]
 )

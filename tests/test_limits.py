@@ -162,6 +162,9 @@ def test_the_pools_share_by_hand() -> None:
     assert auto_budget(ENGINE, AUTO, 16 * WHOLE + 1) == LONGEST  # nobody is ever cut
     # Too little for all, or not known yet.
     assert auto_budget(ENGINE, AUTO, 400) == auto_budget(ENGINE, AUTO, None) == 256
+    low = replace(AUTO, ceiling_tokens=1000)
+    assert auto_budget(ENGINE, low, 16 * 200 + 1) == 1000
+    assert auto_budget(ENGINE, low, 16 * WHOLE + 1) == 1000
 
 
 def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept() -> None:

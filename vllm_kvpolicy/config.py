@@ -51,6 +51,8 @@ class KVPolicyConfig:
             becomes the least that it may stand for, until the pool is known; see
             `sizes.settled`.
         interval_tokens: I, tokens between two events.
+        ceiling_tokens: C, with PRESSURE held right after an event that comes because
+            the request holds C + I; None for no such events.
         recent_tokens: R, newest tokens that are always kept.
         sink_tokens: S, first tokens that are always kept.
         prefill_interval_tokens: tokens between two events inside a prompt, a multiple
@@ -75,6 +77,7 @@ class KVPolicyConfig:
     policy: str
     budget_tokens: int = 2048
     interval_tokens: int = 512
+    ceiling_tokens: int | None = None
     recent_tokens: int = DEFAULT_RECENT
     sink_tokens: int = DEFAULT_SINKS
     prefill_interval_tokens: int | str | None = None
@@ -153,6 +156,7 @@ class KVPolicyConfig:
                 f"events: got {PRESSURE!r} with {self.policy!r}, which has no budget "
                 f"to stop at, expected {ALWAYS!r} or a policy with a scorer"
             )
+        self._check_ceiling("ceiling")
         if self.is_auto and self.events == ALWAYS:
             raise ValueError(
                 f"budget: got {AUTO!r} with events {ALWAYS!r}, expected a number, or "
@@ -164,6 +168,22 @@ class KVPolicyConfig:
                 f"budget: got {AUTO!r} where prompts are kept whole, expected a "
                 "number, or protect_prompt false: what they take of the pool is not "
                 "known"
+            )
+
+    def _check_ceiling(self, key: str) -> None:
+        """Raise ValueError unless a ceiling is above the floor, and has an effect."""
+        ceiling = self.ceiling_tokens
+        if ceiling is None:
+            return
+        if self.events == ALWAYS:
+            raise ValueError(
+                f"{key}: got {ceiling} with events {ALWAYS!r}, which cut to the budget "
+                f"alone, expected none, or events {PRESSURE!r}"
+            )
+        if ceiling < self.budget_tokens:
+            raise ValueError(
+                f"{key}: got {ceiling}, expected at least the budget, "
+                f"{self.budget_tokens}"
             )
 
     @property
@@ -352,9 +372,9 @@ class KVPolicyConfig:
         """Apply what one request asks for in `vllm_xargs`.
 
         Known keys: `kv_policy` (`none`, or one of `policies`), `kv_budget`,
-        `kv_interval`, `kv_recent` and `kv_sinks`. Each number is at most the server's,
-        because the server sized its memory for those. Keys that do not begin with
-        `kv_` are not looked at.
+        `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each number is at most
+        the server's, because the server sized its memory for those. Keys that do not
+        begin with `kv_` are not looked at.
 
         Args:
             extra_args: the request's `SamplingParams.extra_args`.
@@ -389,6 +409,7 @@ class KVPolicyConfig:
                 value, limit = asked[label], getattr(self, key.field)
                 changes[key.field] = key.check(value, label, of_request=True)
                 why = self.resolved(policy_name).info.fixed_keys.get(key.key)
+                limit = value if limit is None else limit
                 if value > limit or (why and value < limit):
                     wanted = f"{'' if why else 'at most '}the server's {limit}"
                     reason = f": {policy_name!r} {why}" if why else ""
@@ -398,6 +419,7 @@ class KVPolicyConfig:
         config = replace(self, is_checked=True, **changes)
         config._check_windows(policy_name, prefix="kv_")
         config._check_budget("kv_budget", block_size)
+        config._check_ceiling("kv_ceiling")
         return config
 
     def with_budget(self, tokens: int) -> "KVPolicyConfig":

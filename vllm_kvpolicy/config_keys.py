@@ -51,6 +51,7 @@ class IntegerKey:
         summary: what it counts, with its unit.
         is_flag: has a flag of its own and may be given per request.
         word: what may be given in place of a number, None for nothing.
+        absent: what no number means.
     """
 
     key: str
@@ -59,6 +60,7 @@ class IntegerKey:
     summary: str
     is_flag: bool = True
     word: str | None = None
+    absent: str = "auto"
 
     def check(
         self, value: Any, label: str | None = None, of_request: bool = False
@@ -100,6 +102,14 @@ INTEGER_KEYS = (
         word=AUTO,
     ),
     IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
+    IntegerKey(
+        "ceiling",
+        "ceiling_tokens",
+        1,
+        "with events `pressure`, tokens per KV head to which a request is cut, even "
+        "with room for it, when it holds an interval more",
+        absent="none",
+    ),
     IntegerKey("recent", "recent_tokens", 0, "newest tokens that are always kept"),
     IntegerKey("sinks", "sink_tokens", 0, "first tokens that are always kept"),
     IntegerKey(

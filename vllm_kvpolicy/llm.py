@@ -21,6 +21,8 @@ class LLM(vllm.LLM):
         kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
             share of a request, with kv_events "pressure".
         kv_interval: tokens between events.
+        kv_ceiling: with kv_events "pressure", tokens to which a request is cut, even
+            with room for it, when it holds an interval more.
         kv_recent: newest tokens that are always kept.
         kv_sinks: first tokens that are always kept.
         kv_events: "always" or "pressure": when requests are cut.
@@ -39,6 +41,7 @@ class LLM(vllm.LLM):
         kv_policy: str | None = None,
         kv_budget: int | str | None = None,
         kv_interval: int | None = None,
+        kv_ceiling: int | None = None,
         kv_recent: int | None = None,
         kv_sinks: int | None = None,
         kv_events: str | None = None,
@@ -51,6 +54,7 @@ class LLM(vllm.LLM):
                 "kv_policy": kv_policy,
                 "kv_budget": kv_budget,
                 "kv_interval": kv_interval,
+                "kv_ceiling": kv_ceiling,
                 "kv_recent": kv_recent,
                 "kv_sinks": kv_sinks,
                 "kv_events": kv_events,

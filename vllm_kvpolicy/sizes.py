@@ -221,15 +221,17 @@ def auto_budget(
 
     Returns:
         Tokens per KV head, a multiple of 64; at least 256, the always-kept tokens and a
-        superblock. Or max_model_len, where that is less or the pool holds all of it.
+        superblock. Or max_model_len, where that is less or the pool holds all of it;
+        at most the ceiling.
     """
     size = vllm_config.cache_config.block_size
     longest = vllm_config.model_config.max_model_len
+    most = config.ceiling_tokens or longest
     least = -(-max(LEAST_AUTO, config.least_budget(size)) // AUTO_STEP) * AUTO_STEP
     share = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
     share -= sliding_groups(vllm_config).most_blocks(longest)
     if share * size >= longest:
-        return longest
+        return min(most, longest)
     window = max(each.window_tokens for each in config.all_resolved)
     share -= -(-window * query_rows(vllm_config) // (2 * size))
     fitting = (share - 1) * size - config.interval_tokens
@@ -242,7 +244,7 @@ def auto_budget(
 
     while budget > least and fits(least) and not fits(budget):
         budget -= AUTO_STEP
-    return max(budget, config.least_budget(size))
+    return max(min(budget, most), config.least_budget(size))
 
 
 def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:

@@ -220,7 +220,7 @@ class Contest(Part):
         answers = []
         for load in self.loads:
             found = self.medians(record, load)
-            for engine in EVENTS.keys() & found.keys():
+            for engine in (name for name in found if name in EVENTS):
                 speed = ratio(found, engine, "output_tok_s")
                 if speed is not None:
                     target = ROOM_TARGET if load.share == 1 else SPEED_TARGET

@@ -357,6 +357,33 @@ def test_windows_of_many_lengths_beside_prompts_that_stay(
     assert count > 50 and len(run.events) > 2 * count and run.preemptions == 0
 
 
+def test_a_ceiling_bounds_what_is_held_with_room_for_all(
+    model_config: ModelConfig,
+) -> None:
+    """Prompts above it are cut at their ends; others an interval later, in turn."""
+    policy = {**MIX.policy, "ceiling": 160}
+    scenario = replace(MIX, pool=400, policy=policy)
+    run = serve(scenario, model_config, PROMPTS, [300] * 8)
+    assert (run.steps, run.preemptions) == (315, 0)
+    first: dict[str, int] = {}
+    for name, position, budget in run.events:
+        assert budget == 160
+        first.setdefault(name, position)
+    ends = [max(160 + 64, tokens) for tokens in PROMPTS]
+    found = [first[f"r{number}"] for number in range(8)]
+    early = [end - position for end, position in zip(ends, found, strict=True)]
+    # Each by its phase, but those whose prompts hold more.
+    assert all(0 <= each < 64 for each in early) and early[5:] == [0, 0, 0]
+    assert len(set(found)) > 4, found
+    for name in first:
+        mine = [position for who, position, _ in run.events if who == name]
+        gaps = [b - a for a, b in zip(mine, mine[1:], strict=False)]
+        assert gaps and all(32 <= gap <= 96 for gap in gaps), (name, mine)
+    short = serve(replace(scenario, pool=54), model_config, PROMPTS, [300] * 8)
+    deeper = [budget for *_, budget in short.events if budget < 160]
+    assert short.preemptions == 0 and deeper and min(deeper) >= 96
+
+
 def test_windows_are_reserved_again_when_called_ones_close() -> None:
     """Two are open half of the time; one has been called for, three steps from now."""
     state, request = SimpleNamespace(call=Call(110, 96)), SimpleNamespace()

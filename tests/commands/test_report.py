@@ -69,7 +69,10 @@ def test_the_docs_name_every_flag_and_series():
         assert f"`kvpolicy_{entry.name}" in metrics, entry.name
     for key in FLAG_KEYS:
         default = getattr(KVPolicyConfig, key.field)
-        assert f"| `--kv-{key.key}` | {default} |" in readme
+        if default is None:
+            assert f"`--kv-{key.key}`" in flags
+        else:
+            assert f"| `--kv-{key.key}` | {default} |" in readme
 
 
 def test_the_readme_is_short_and_every_link_of_the_docs_leads_somewhere():

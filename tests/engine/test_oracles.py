@@ -116,12 +116,14 @@ SCENARIOS = {
         shape={"layers": 3, "query_heads": 6, "kv_heads": 3, "head_dim": 64},
     ),
     "short": SHORT,
-    "short, async": replace(SHORT, is_async=True),
+    "short, async": replace(
+        SHORT, is_async=True, policy={**SHORT.policy, "ceiling": 190}
+    ),
     # Requests without a bound take what they want, and preempt others.
     "neighbours": replace(
         SHORT,
         names=("snapkv", "none", "ams-tova"),
-        engine={**SHORT.engine, "num_blocks": 70},
+        engine={**SHORT.engine, "num_blocks": 48},
     ),
 }
 CALLED = [name for name, case in SCENARIOS.items() if "events" in case.policy]

@@ -229,6 +229,8 @@ def on_call(scenario: Scenario, turn: int) -> Scenario:
     elif turn % 6 == 5:
         scenario = resetting(scenario, turn)
     policy = scenario.policy | {"events": "pressure"}
+    if turn % 3 == 1:
+        policy["ceiling"] = policy["budget"] + 3 * scenario.block_size
     return replace(scenario, policy=policy, foresees=True)
 
 

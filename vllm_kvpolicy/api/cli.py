@@ -41,7 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="TOKENS",
             type=_integer(key),
             default=argparse.SUPPRESS,
-            help=f"{key.summary[0].upper()}{key.summary[1:]} (default: {default}).",
+            help=f"{key.summary[0].upper()}{key.summary[1:]} "
+            f"(default: {key.absent if default is None else default}).",
         )
     group.add_argument(
         "--kv-events",

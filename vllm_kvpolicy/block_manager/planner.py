@@ -6,7 +6,7 @@ from functools import cached_property
 from itertools import islice
 
 from vllm_kvpolicy.block_manager.forecast import Course
-from vllm_kvpolicy.events import NO_STEP, Footprint
+from vllm_kvpolicy.events import NO_STEP, PHASE_BITS, Footprint
 from vllm_kvpolicy.protocol import (
     NO_COMMANDS,
     CompactEvent,
@@ -29,6 +29,8 @@ class RequestPlan:
         num_drafts: speculated tokens that a step computes at most.
         is_called: events come when the scheduler calls for them, and only then; the
             budget is a floor. Otherwise their positions follow from the request alone.
+        ceiling: C, tokens to which it is cut when it holds an interval more, of a
+            request whose events are called for; None for no such events.
     """
 
     policy: str
@@ -38,6 +40,7 @@ class RequestPlan:
     budget: int | None = None
     num_drafts: int = 0
     is_called: bool = False
+    ceiling: int | None = None
 
     @cached_property
     def first_event(self) -> int:
@@ -177,6 +180,19 @@ class RequestState:
         """First position at which a call could give superblocks back."""
         least = self.footprint.events.budget + self.spacing  # tokens held there
         return max(self.soonest_call, self.dropped_tokens + least)
+
+    @property
+    def ceiling_event(self) -> int:
+        """Position at which it holds C + I, or its prompt ends; NO_STEP without C.
+
+        The first of them comes earlier by its phase's share of an interval.
+        """
+        if self.plan.ceiling is None:
+            return NO_STEP
+        events = self.footprint.events
+        early = 0 if self.ordinal else events.phase * events.interval >> PHASE_BITS
+        held = self.plan.ceiling + events.interval - early
+        return max(self.dropped_tokens + held, events.prompt_len, self.soonest_call)
 
     def budget_at(self, position: int) -> int:
         """Return the tokens per KV head that an event leaves."""

@@ -24,7 +24,7 @@ from vllm_kvpolicy.block_manager.forecast import Forecast, course_peak
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
 from vllm_kvpolicy.events import NO_STEP, after_any_event, after_event
-from vllm_kvpolicy.observe.metrics import ENTERING, GROWTH, PRIORITY
+from vllm_kvpolicy.observe.metrics import CEILING, ENTERING, GROWTH, PRIORITY
 
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
 
@@ -229,6 +229,7 @@ class Pressure:
         demand, self._demand = self._demand, None
         if not self.running:
             return
+        self._cut_to_ceilings()
         usable = self.manager.num_usable - self.unforeseen()
         if not waiting and self.forecast.most() <= usable:
             return
@@ -246,6 +247,30 @@ class Pressure:
             is_urgent = self.by_priority and any(row.priority > first for row in rows)
             cause = PRIORITY if is_urgent else ENTERING
         self._call(rows, usable, coming, cause)
+
+    def _cut_to_ceilings(self) -> None:
+        """Call for events of those who soon hold an interval above their ceiling."""
+        for request_id, request in self.running.items():
+            state = self.planner.states[request_id]
+            if state.plan.ceiling is None or state.call is not None:
+                continue
+            state.computed = request.num_computed_tokens
+            is_prompt = state.computed < request.num_prompt_tokens
+            soon = self._effect + (self.step_tokens if is_prompt else 0)
+            position = state.ceiling_event
+            # Until it holds so much an event inside a prompt may come.
+            is_next = position < state.next_event(state.computed)
+            if is_next and position <= min(state.computed + soon, self.last[request_id]):
+                self._have(request_id, Call(position, state.plan.ceiling), CEILING)
+
+    def _have(self, request_id: str, call: Call, cause: str) -> None:
+        """Have a running request cut."""
+        self.planner.call(request_id, call)
+        if request_id in self._windows:
+            state = self.planner.states[request_id]
+            self._called[request_id] = state.footprint.window_blocks
+        self.rebook(request_id)
+        self.num_calls[cause] += 1
 
     def _coming(self, waiting: Sequence[Request], demand: Demand | None) -> np.ndarray:
         """Return [lead + 1] int64: what those who wait will hold in steps to come.
@@ -362,12 +387,7 @@ class Pressure:
         self.level = min(budget for _, budget in chosen)
         for place, (row, budget) in enumerate(chosen):
             delay = place // self.planner.limits.events_per_step
-            self.planner.call(row.request_id, Call(row.position + delay, budget))
-            if row.request_id in self._windows:
-                state = self.planner.states[row.request_id]
-                self._called[row.request_id] = state.footprint.window_blocks
-            self.rebook(row.request_id)
-        self.num_calls[cause] += len(chosen)
+            self._have(row.request_id, Call(row.position + delay, budget), cause)
 
     def _to_level(
         self, rows: list["Row"], usable: int, coming: np.ndarray

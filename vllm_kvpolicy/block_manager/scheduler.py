@@ -224,6 +224,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             budget=None if info.is_unbounded else config.budget_tokens,
             num_drafts=self.vllm_config.num_speculative_tokens,
             is_called=config.events == PRESSURE and not info.is_unbounded,
+            ceiling=config.ceiling_tokens and config.ceiling_tokens + protected,
         )
         self.kv_policy_planner.add(request_id, plan)
 

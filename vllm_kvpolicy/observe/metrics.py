@@ -30,8 +30,13 @@ Observer = TypeVar("Observer")
 # What only observes, as `kvpolicy_observers_off` calls it.
 TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
 # Why the scheduler calls for events: running requests grow, one waits that would fit,
-# and one waits that is more urgent than some that run.
-CAUSES = GROWTH, ENTERING, PRIORITY = "growth", "entering", "priority"
+# one waits that is more urgent than some that run, and one is at its ceiling.
+CAUSES = GROWTH, ENTERING, PRIORITY, CEILING = (
+    "growth",
+    "entering",
+    "priority",
+    "ceiling",
+)
 
 
 @dataclass(frozen=True)
