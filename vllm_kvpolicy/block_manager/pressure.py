@@ -257,10 +257,10 @@ class Pressure:
             state.computed = request.num_computed_tokens
             is_prompt = state.computed < request.num_prompt_tokens
             soon = self._effect + (self.step_tokens if is_prompt else 0)
+            latest = min(state.computed + soon, self.last[request_id])
             position = state.ceiling_event
-            # Until it holds so much an event inside a prompt may come.
-            is_next = position < state.next_event(state.computed)
-            if is_next and position <= min(state.computed + soon, self.last[request_id]):
+            # An event inside a prompt may come before.
+            if position <= latest and position < state.next_event(state.computed):
                 self._have(request_id, Call(position, state.plan.ceiling), CEILING)
 
     def _have(self, request_id: str, call: Call, cause: str) -> None:
