@@ -321,6 +321,11 @@ def test_a_ceiling_is_above_the_floor_and_of_called_events_alone():
     assert KVPolicyConfig.from_dict(server.to_dict()) == server
     asked = server.with_request({"kv_ceiling": 150, "kv_budget": 80}, 32)
     assert (asked.ceiling_tokens, asked.budget_tokens) == (150, 80)
+    with pytest.raises(ValueError, match="^ceiling: got 520.*one page, 568"):
+        wide = {"budget": "auto", "ceiling": 520, "recent": 500}
+        config(**wide, events="pressure").with_budget(600).validate_block_size(64)
+    roomy = config(budget="auto", events="pressure").with_budget(9000)
+    assert roomy.with_request({"kv_ceiling": 400}, 32).budget_tokens == 400
     free = config(budget=96, events="pressure")
     assert free.with_request({"kv_ceiling": 9000}, 32).ceiling_tokens == 9000
     for each, value, why in (

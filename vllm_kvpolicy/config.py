@@ -51,8 +51,6 @@ class KVPolicyConfig:
             becomes the least that it may stand for, until the pool is known; see
             `sizes.settled`.
         interval_tokens: I, tokens between two events.
-        ceiling_tokens: C, with PRESSURE held right after an event that comes because
-            the request holds C + I; None for no such events.
         recent_tokens: R, newest tokens that are always kept.
         sink_tokens: S, first tokens that are always kept.
         prefill_interval_tokens: tokens between two events inside a prompt, a multiple
@@ -64,6 +62,8 @@ class KVPolicyConfig:
         allow: further policies that a request may ask for by name.
         events: ALWAYS for events at positions that follow from the request alone,
             PRESSURE for events when the pool runs short, and as deep as it needs.
+        ceiling_tokens: C, with PRESSURE held right after an event that comes because
+            the request holds C + I; None for no such events.
         options: options of the policies as the user gave them; each policy reads those
             that it knows.
         trace_dir: folder in which workers record survivors; None for off.
@@ -77,7 +77,6 @@ class KVPolicyConfig:
     policy: str
     budget_tokens: int = 2048
     interval_tokens: int = 512
-    ceiling_tokens: int | None = None
     recent_tokens: int = DEFAULT_RECENT
     sink_tokens: int = DEFAULT_SINKS
     prefill_interval_tokens: int | str | None = None
@@ -85,6 +84,7 @@ class KVPolicyConfig:
     protect_prompt: bool | None = None
     allow: tuple[str, ...] = ()
     events: str = ALWAYS
+    ceiling_tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
     spread_events: bool = True
@@ -156,7 +156,7 @@ class KVPolicyConfig:
                 f"events: got {PRESSURE!r} with {self.policy!r}, which has no budget "
                 f"to stop at, expected {ALWAYS!r} or a policy with a scorer"
             )
-        self._check_ceiling("ceiling")
+        self._check_ceiling("ceiling", 1)
         if self.is_auto and self.events == ALWAYS:
             raise ValueError(
                 f"budget: got {AUTO!r} with events {ALWAYS!r}, expected a number, or "
@@ -170,7 +170,7 @@ class KVPolicyConfig:
                 "known"
             )
 
-    def _check_ceiling(self, key: str) -> None:
+    def _check_ceiling(self, key: str, page_tokens: int) -> None:
         """Raise ValueError unless a ceiling is above the floor, and has an effect."""
         ceiling = self.ceiling_tokens
         if ceiling is None:
@@ -180,10 +180,13 @@ class KVPolicyConfig:
                 f"{key}: got {ceiling} with events {ALWAYS!r}, which cut to the budget "
                 f"alone, expected none, or events {PRESSURE!r}"
             )
-        if ceiling < self.budget_tokens:
+        # The floor that AUTO stands for is kept below the ceiling.
+        floor = 0 if self.is_auto else self.budget_tokens
+        if ceiling < max(floor, self.least_budget(page_tokens)):
             raise ValueError(
                 f"{key}: got {ceiling}, expected at least the budget, "
-                f"{self.budget_tokens}"
+                f"{self.budget_tokens}, and at least sinks, recent and one page, "
+                f"{self.least_budget(page_tokens)}"
             )
 
     @property
@@ -357,6 +360,7 @@ class KVPolicyConfig:
                 always kept, or prompts cannot be cut at whole superblocks.
         """
         self._check_budget("budget", block_size)
+        self._check_ceiling("ceiling", block_size)
         for name in self.policies:
             self._check_windows(name, size=block_size)
         tokens = self.prefill_interval_tokens
@@ -416,10 +420,13 @@ class KVPolicyConfig:
                     raise ValueError(f"{label}: got {value}, expected {wanted}{reason}")
         if not changes:
             return self
+        if self.is_auto and "ceiling_tokens" in changes:
+            floor = changes.get("budget_tokens", self.budget_tokens)
+            changes["budget_tokens"] = min(floor, changes["ceiling_tokens"])
         config = replace(self, is_checked=True, **changes)
         config._check_windows(policy_name, prefix="kv_")
         config._check_budget("kv_budget", block_size)
-        config._check_ceiling("kv_ceiling")
+        config._check_ceiling("kv_ceiling", block_size)
         return config
 
     def with_budget(self, tokens: int) -> "KVPolicyConfig":

@@ -231,7 +231,7 @@ def auto_budget(
     share = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
     share -= sliding_groups(vllm_config).most_blocks(longest)
     if share * size >= longest:
-        return min(most, longest)
+        return max(min(most, longest), min(longest, config.least_budget(size)))
     window = max(each.window_tokens for each in config.all_resolved)
     share -= -(-window * query_rows(vllm_config) // (2 * size))
     fitting = (share - 1) * size - config.interval_tokens

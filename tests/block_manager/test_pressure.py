@@ -369,7 +369,7 @@ def test_a_ceiling_bounds_what_is_held_with_room_for_all(
     for name, position, budget in run.events:
         assert budget == 160
         first.setdefault(name, position)
-    ends = [max(160 + 64, tokens) for tokens in PROMPTS]
+    ends = [max(160 + 64, tokens) for tokens in PROMPTS]  # C + I
     found = [first[f"r{number}"] for number in range(8)]
     early = [end - position for end, position in zip(ends, found, strict=True)]
     # Each by its phase, but those whose prompts hold more.
@@ -388,14 +388,18 @@ def test_windows_are_reserved_again_when_called_ones_close() -> None:
     """Two are open half of the time; one has been called for, three steps from now."""
     state, request = SimpleNamespace(call=Call(110, 96)), SimpleNamespace()
     request.num_computed_tokens = 107
+    request.num_tokens = 108
     pressure: Any = SimpleNamespace(
         planner=SimpleNamespace(states={"r0": state}),
         running={"r0": request},
         _windows={"r0": (0.5, 2), "r1": (0.5, 2)},
         _wanted=None,
         _called={"r0": 2},
+        step_tokens=60,
     )
     assert Pressure.reserve(pressure, 5).tolist() == [0, 0, 0, 2, 2, 2]
+    request.num_computed_tokens, request.num_tokens = 7, 110  # two chunks of a prompt
+    assert Pressure.reserve(pressure, 5).tolist() == [0, 0, 2, 2, 2, 2]
     state.call = None
     assert Pressure.reserve(pressure, 1).tolist() == [2, 2] and not pressure._called
 

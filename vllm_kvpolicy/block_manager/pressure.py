@@ -164,8 +164,11 @@ class Pressure:
             if call is None:
                 del self._called[request_id]
                 continue
-            steps = call.position - self.running[request_id].num_computed_tokens
-            found[: max(steps, 0)] -= self._called[request_id]
+            request = self.running[request_id]
+            steps = max(call.position - request.num_tokens, 0)
+            prompt = call.position - steps - request.num_computed_tokens
+            steps += max(-(-prompt // self.step_tokens), 0)
+            found[:steps] -= self._called[request_id]
         return found.clip(0)
 
     def floor(self, state: RequestState, last: int) -> Floor:
@@ -250,18 +253,23 @@ class Pressure:
 
     def _cut_to_ceilings(self) -> None:
         """Call for events of those who soon hold an interval above their ceiling."""
+        num_called = 0
         for request_id, request in self.running.items():
             state = self.planner.states[request_id]
             if state.plan.ceiling is None or state.call is not None:
                 continue
             state.computed = request.num_computed_tokens
-            is_prompt = state.computed < request.num_prompt_tokens
-            soon = self._effect + (self.step_tokens if is_prompt else 0)
+            soon, position = self._effect, state.ceiling_event
+            if state.computed < request.num_tokens - 1:  # a prompt, or computed again
+                soon += self.step_tokens
+                position = max(position, request.num_tokens)
+            position += num_called // self.planner.limits.events_per_step
+            # An event inside a prompt may come before, or begin to read queries before.
+            before = state.next_event(state.computed) - state.footprint.window_tokens
             latest = min(state.computed + soon, self.last[request_id])
-            position = state.ceiling_event
-            # An event inside a prompt may come before.
-            if position <= latest and position < state.next_event(state.computed):
+            if position <= latest and position < before:
                 self._have(request_id, Call(position, state.plan.ceiling), CEILING)
+                num_called += 1
 
     def _have(self, request_id: str, call: Call, cause: str) -> None:
         """Have a running request cut."""
@@ -378,6 +386,7 @@ class Pressure:
             lacking = int(self.forecast.ahead(0).max(initial=0)) - usable
             at_once = [(row, row.floor) for row in rows if not row.wait]
             chosen = [each for each in at_once if each[0].gain(each[1], size)]
+            chosen.sort(key=by_urgency)
         if lacking <= 0 or not chosen:
             return
         # The others are cut when they are due, so that few windows are open at once.
@@ -409,8 +418,7 @@ class Pressure:
             # Superblocks that several hold come back when all of these have been cut.
             alone = [replace(row, whole=row.whole + row.shared) for row in rows]
             chosen = [(row, row.floor) for row in alone if row.gain(row.floor, size)]
-        chosen.sort(key=lambda each: (-each[0].priority, each[1] - each[0].held))
-        return chosen
+        return sorted(chosen, key=by_urgency)
 
 
 @lru_cache(maxsize=64)
@@ -465,6 +473,12 @@ class Row:
         if self.held - budget < self.spacing:
             return 0
         return max(self.whole - -(-(budget - self.local) // size), 0)
+
+
+def by_urgency(each: tuple[Row, int]) -> tuple[int, int]:
+    """Return what sorts rows and their budgets: least urgent, most to drop first."""
+    row, budget = each
+    return -row.priority, budget - row.held
 
 
 def water_fill(

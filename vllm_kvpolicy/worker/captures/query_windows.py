@@ -118,12 +118,15 @@ class QueryWindows(Capture):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
-        # What a graph replays has to save whether this step plans to or not.
-        is_capturing = self._is_captured and torch.cuda.is_current_stream_capturing()
-        if self._is_planned or is_capturing:
+        if self._is_planned or (self._is_captured and self._is_capturing()):
             assert len(query) <= len(self.targets), "more tokens than planned"
             rows = self.pool.vectors_of(layer)
             save_rows(rows, query.view(len(query), -1).view(rows.dtype), self.targets)
+
+    def _is_capturing(self) -> bool:
+        """Return whether this pass becomes a graph; on a CPU, as if it did."""
+        is_cuda = self.targets.is_cuda
+        return not is_cuda or torch.cuda.is_current_stream_capturing()
 
     def warm_up(self) -> None:
         """Save a query that no window asks for."""
