@@ -110,7 +110,7 @@ def test_the_snapshots_differ_in_what_they_should(with_plugin, without_plugin):
 def test_only_the_help_group_is_new(with_plugin, without_plugin):
     groups = dict(with_plugin["groups"])
     flags = groups.pop("KVPolicy")
-    assert flags[0] == "--kv-budget" and len(flags) == 8
+    assert flags[0] == "--kv-budget" and len(flags) == 9
     assert groups == without_plugin["groups"]
 
 
