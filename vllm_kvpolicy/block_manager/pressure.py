@@ -164,11 +164,9 @@ class Pressure:
             if call is None:
                 del self._called[request_id]
                 continue
-            request = self.running[request_id]
-            steps = max(call.position - request.num_tokens, 0)
-            prompt = call.position - steps - request.num_computed_tokens
-            steps += max(-(-prompt // self.step_tokens), 0)
-            found[:steps] -= self._called[request_id]
+            # Longer than it has to be in a prompt, which takes fewer steps than tokens.
+            steps = call.position - self.running[request_id].num_computed_tokens
+            found[: max(steps, 0)] -= self._called[request_id]
         return found.clip(0)
 
     def floor(self, state: RequestState, last: int) -> Floor:
