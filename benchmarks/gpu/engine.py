@@ -289,8 +289,9 @@ class BenchEngine:
 
     @contextmanager
     def _only(self, share: float) -> Iterator[None]:
-        pool, usable = self.pool, self.pool.num_gpu_blocks - 1
-        kept_back = pool.get_new_blocks(usable - int(share * usable))
+        # As many bytes of every engine: what a policy holds beside is not scaled.
+        pool, whole = self.pool, self.spec.pool_bytes // self.block_bytes
+        kept_back = pool.get_new_blocks(whole - int(share * whole))
         pool.num_gpu_blocks -= len(kept_back)  # what a scheduler reckons with
         try:
             yield
