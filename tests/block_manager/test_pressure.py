@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
@@ -382,6 +383,38 @@ def test_a_ceiling_bounds_what_is_held_with_room_for_all(
     short = serve(replace(scenario, pool=54), model_config, PROMPTS, [300] * 8)
     deeper = [budget for *_, budget in short.events if budget < 160]
     assert short.preemptions == 0 and deeper and min(deeper) >= 96
+
+
+def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
+    """The least urgent first, one that ends soon too; nobody whose window has to fill.
+
+    They lack two superblocks in this step, and each that is cut gives one or more back.
+    """
+    fields = {"position": 300, "held": 300, "floor": 96, "spacing": 32, "local": 44}
+    rows = [
+        Row("urgent", 0, **fields, whole=8),
+        Row("waits", 2, **fields, whole=9, wait=32),
+        Row("ends", 1, **fields, whole=3, ends=True),
+        Row("other", 1, **fields, whole=4),
+    ]
+    cut: list[str] = []
+    limits = SimpleNamespace(block_size=SIZE, events_per_step=8)
+    pressure: Any = SimpleNamespace(
+        planner=SimpleNamespace(limits=limits),
+        forecast=SimpleNamespace(ahead=lambda last: np.array([70])),
+        lead=49,
+        notice=48,
+        _effect=49,
+        _most=lambda last, coming, first: 60,
+        _to_level=lambda rows, usable, coming: [],
+        _have=lambda name, call, cause: cut.append(name),
+    )
+    nobody = np.zeros(1, np.int64)
+    Pressure._call(pressure, rows, 67, nobody, "growth")
+    assert cut == ["ends", "other"], cut
+    cut.clear()
+    Pressure._call(pressure, rows, 70, nobody, "growth")
+    assert not cut
 
 
 def test_windows_are_reserved_again_when_called_ones_close() -> None:

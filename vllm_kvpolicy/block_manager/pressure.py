@@ -251,7 +251,6 @@ class Pressure:
 
     def _cut_to_ceilings(self) -> None:
         """Call for events of those who soon hold an interval above their ceiling."""
-        num_called = 0
         for request_id, request in self.running.items():
             state = self.planner.states[request_id]
             if state.plan.ceiling is None or state.call is not None:
@@ -261,13 +260,11 @@ class Pressure:
             if state.computed < request.num_tokens - 1:  # a prompt, or computed again
                 soon += self.step_tokens
                 position = max(position, request.num_tokens)
-            position += num_called // self.planner.limits.events_per_step
             # An event inside a prompt may come before, or begin to read queries before.
             before = state.next_event(state.computed) - state.footprint.window_tokens
             latest = min(state.computed + soon, self.last[request_id])
             if position <= latest and position < before:
                 self._have(request_id, Call(position, state.plan.ceiling), CEILING)
-                num_called += 1
 
     def _have(self, request_id: str, call: Call, cause: str) -> None:
         """Have a running request cut."""
