@@ -138,9 +138,9 @@ def test_the_same_bytes_hold_four_times_the_tokens(tiny_model: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "kind", "events", "num_blocks"),
     [
-        ("tova", "fp8", ALWAYS, 400),
+        ("snapkv", "fp8", ALWAYS, 400),
         ("ams-snapkv", "fp8_e5m2", ALWAYS, 400),
-        ("snapkv", "fp8", PRESSURE, 21),
+        ("tova", "fp8", PRESSURE, 20),
     ],
 )
 def test_decisions_and_answers_are_those_of_the_references(
@@ -154,7 +154,7 @@ def test_decisions_and_answers_are_those_of_the_references(
     """The selection oracle shares no code with the policies but `ams.select`."""
     values = {"policy": policy, **VALUES, "interval": 64, "spread_events": False}
     values["events"] = events
-    jobs = make_jobs((41, 300), 153, prompt_logprobs=True)
+    jobs = make_jobs((41, 300, 180), 153, prompt_logprobs=True)
     changes = {"num_blocks": num_blocks, "max_model_len": 512}
     with Engine(tiny_model, values, tmp_path, kv_cache_dtype=kind, **changes) as engine:
         check_storage(engine, kind)

@@ -31,8 +31,8 @@ class Capture:
 
     @staticmethod
     def serves(needs: Needs) -> bool:
-        """Return whether events with these needs read it."""
-        raise NotImplementedError
+        """Return whether events with these needs read it; none do here."""
+        return False
 
     @property
     def nbytes(self) -> int:
