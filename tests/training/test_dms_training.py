@@ -55,7 +55,7 @@ def test_trained_adapters_choose_better_than_those_of_chance(tmp_path: Path) -> 
     texts = read_reasoner(folder, tokenizer, 160, 3)
     settings = Settings(
         targets=(2.0,),
-        steps_per_ratio=10,
+        steps_per_ratio=14,
         hold_steps=10,
         window=WINDOW,
         rows_per_step=1,
