@@ -1,4 +1,4 @@
-"""Defines the scenario in which a KV cache of so many bytes is too small.
+"""Defines the scenarios in which a KV cache of so many bytes is too small.
 
 What does a policy give beside stock vLLM, and beside stock with a KV cache in FP8, if
 all get the same bytes? Nothing sets a number of blocks: a policy's tables come off its
@@ -15,21 +15,28 @@ from benchmarks.scenarios import STOCK
 from benchmarks.server import EngineSettings
 from benchmarks.shared_prompts import Conversations, SharedPrefixes
 from benchmarks.workload import ordinary_token_ids
+from vllm_kvpolicy.config_keys import PRESSURE
 
 FP8 = "stock-fp8"
 """Name of the server without a policy that keeps keys and values in FP8."""
+KIND_WORDS = {PRESSURE: ["--kv-events", PRESSURE], "fp8": ["--kv-cache-dtype", "fp8"]}
+"""Word behind a policy's name -> arguments of its server."""
 
 
 @dataclass(frozen=True)
 class Scarce(CachingScenario):
     """Requests at once that have nothing in common, and bytes for a share of them.
 
-    With SmolLM2 135M on two CPU cores a round takes a server about a minute: one run of
-    five servers (start, verification, a round that does not count and 3 timed ones)
-    takes half an hour, and each share more as long again. A server that does not start
-    is named in the report and the record, with its error.
+    With SmolLM2 135M on two CPU cores a round of `scarce` takes a server about a
+    minute: one run of five servers (start, verification, a round that does not count
+    and 3 timed ones) takes half an hour, and each share more as long again. A server
+    that does not start is named in the report and the record, with its error. `long`
+    has longer answers, and events that are called when the pool runs short; with
+    `--output-tokens 1000` it takes as long as `scarce`.
 
     Attributes:
+        policies: `NAME`, `NAME:pressure`, `NAME:fp8` or `NAME:pressure:fp8`: which
+            events, and keys and values in FP8.
         shares: of the bytes that all requests at once need at full length, in blocks of
             `block_size`. Stock's blocks are larger on a CPU (128 tokens): with requests
             of 800 tokens it has room for all from 1.13 on.
@@ -78,9 +85,17 @@ class Scarce(CachingScenario):
     def kinds(self) -> dict[str, list[str]]:
         """Return kind of server -> arguments that only it has; policies come first."""
         kinds = super().kinds()
-        for policy in self.policies:
-            kinds[policy] += ["--block-size", str(self.block_size)]
-        return kinds | {FP8: ["--kv-cache-dtype", "fp8"]}
+        for label in self.policies:
+            name, *words = label.split(":")
+            if unknown := sorted({*words} - {*KIND_WORDS}):
+                raise ValueError(
+                    f"policies: got {label}, expected {sorted(KIND_WORDS)} behind the "
+                    f"name, not {unknown}"
+                )
+            kinds[label][:2] = ["--kv-policy", name]
+            kinds[label] += ["--block-size", str(self.block_size)]
+            kinds[label] += sum((KIND_WORDS[word] for word in words), [])
+        return kinds | {FP8: KIND_WORDS["fp8"]}
 
     def settings(
         self,
@@ -116,4 +131,16 @@ class Scarce(CachingScenario):
         )
 
 
-SCARCE_SCENARIOS = {"scarce": Scarce(name="scarce")}
+SCARCE_SCENARIOS = {
+    "scarce": Scarce(name="scarce"),
+    "long": Scarce(
+        name="long",
+        policies=("ams-tova", "ams-tova:pressure", "ams-tova:pressure:fp8"),
+        output_tokens=4000,
+        budget=384,
+        interval=192,
+        shares=(1.0, 0.6, 0.4, 0.25),
+        max_model_len=None,
+        requests=8,
+    ),
+}

@@ -42,6 +42,7 @@ from benchmarks.serving import PACKAGED_MODEL
 from benchmarks.workload import VALUE_BYTES, group_size
 from vllm_kvpolicy.commands.outputs import new_file, new_folder
 from vllm_kvpolicy.compat import FLOAT8_CACHES
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 from vllm_kvpolicy.policies.names import parse, parts
 
 DEFAULT_TASKS = ["recall:60", "copy:40", "hot:40", "sub:30"]
@@ -91,6 +92,17 @@ def parser() -> argparse.ArgumentParser:
         default={},
         metavar="JSON",
         help="further options by variant, for policies written NAME:VARIANT",
+    )
+    add(
+        "--events",
+        choices=(ALWAYS, PRESSURE),
+        default=ALWAYS,
+        help="at fixed positions, or when the pool runs short",
+    )
+    add(
+        "--pool-tokens",
+        type=int,
+        help="of each server, at the model's dtype; default: room for all",
     )
     add(
         "--evict-prompts",
@@ -173,12 +185,17 @@ def check(args: argparse.Namespace) -> None:
     prompts = args.evict_prompts, args.keep_prompts
     if all(prompts):
         raise ValueError("keep-prompts: expected no --evict-prompts beside it")
+    if args.pool_tokens is not None and args.pool_tokens < args.max_model_len:
+        raise ValueError(
+            f"pool-tokens: got {args.pool_tokens}, expected at least the "
+            f"{args.max_model_len} of --max-model-len"
+        )
     own = args.policy_config, args.variants, *prompts, args.serve_args
-    if args.url and any((*own, args.trace, *dtypes_of(args))):
+    if args.url and any((*own, args.trace, *unusual(args))):
         raise ValueError(
             "url: expected no --policy-config, --variants, --evict-prompts, "
-            "--keep-prompts, --dtype, --kv-cache-dtype, --serve-args or --trace, "
-            "which are that server's own"
+            "--keep-prompts, --dtype, --kv-cache-dtype, --events, --pool-tokens, "
+            "--serve-args or --trace, which are that server's own"
         )
     known = {key for name in parts() for key in parse(name).options}
     if unknown := sorted(args.policy_config.keys() - known):
@@ -211,9 +228,10 @@ def check_servers(args: argparse.Namespace) -> None:
             setup.check(args)
 
 
-def dtypes_of(args: argparse.Namespace) -> Line:
-    """Return the dtypes of model and cache that are not the usual ones."""
+def unusual(args: argparse.Namespace) -> Line:
+    """Return the dtypes, events and pool that are not the usual ones."""
     usual = {"dtype": DTYPE, "kv_cache_dtype": OWN_DTYPE}
+    usual |= {"events": ALWAYS, "pool_tokens": None}
     return {key: v for key in usual if (v := getattr(args, key)) != usual[key]}
 
 
@@ -242,7 +260,7 @@ def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
         "max_model_len": args.max_model_len,
         "block_size": args.block_size,
         "math_verify": judge,
-        **dtypes_of(args),
+        **unusual(args),
     }
 
 

@@ -77,6 +77,7 @@ class Setup:
                 "policy": self.policies[0],
                 "budget": self.budget,
                 "interval": self.interval,
+                "events": args.events,
                 "policy_config": self.policy_config(args),
             }
         )
@@ -85,8 +86,14 @@ class Setup:
             config.with_request(extra, args.block_size)
 
     def arguments(self, args: argparse.Namespace) -> list[str]:
-        """Return arguments of `vllm serve` that leave every request its full length."""
-        blocks = args.concurrency * -(-args.max_model_len // args.block_size) + 1
+        """Return arguments of `vllm serve`.
+
+        Every request has its full length, unless `--pool-tokens` gives less room.
+        """
+        tokens = args.pool_tokens or args.concurrency * (
+            -(-args.max_model_len // args.block_size) * args.block_size
+        )
+        blocks = tokens // args.block_size + 1
         settings = EngineSettings(
             model=str(args.model),
             max_model_len=args.max_model_len,
@@ -96,7 +103,8 @@ class Setup:
             dtype=args.dtype,
         )
         words = [*settings.arguments(), "--block-size", str(args.block_size)]
-        words += ["--num-gpu-blocks-override", str(blocks)]
+        if not args.pool_tokens:  # of which the bytes decide how many blocks there are
+            words += ["--num-gpu-blocks-override", str(blocks)]
         words += ["--no-enable-prefix-caching"]
         if args.kv_cache_dtype != OWN_DTYPE:
             words += ["--kv-cache-dtype", args.kv_cache_dtype]
@@ -112,7 +120,7 @@ class Setup:
             if args.trace:
                 config["trace"] = str(args.trace / self.label)
             words += ["--kv-policy", self.policies[0], "--kv-budget", str(self.budget)]
-            words += ["--kv-interval", str(self.interval)]
+            words += ["--kv-interval", str(self.interval), "--kv-events", args.events]
             words += ["--kv-policy-config", json.dumps(config)]
             if args.evict_prompts or args.keep_prompts:
                 additional = {"kv_policy": {"protect_prompt": args.keep_prompts}}

@@ -125,9 +125,9 @@ def test_other_settings_do_not_continue_a_file(fake, common):
     assert len(fake.bodies) == 3
 
 
-def test_dtypes_reach_every_server_and_are_recorded(fake, common, tmp_path):
+def test_dtypes_events_and_pools_reach_every_server_and_are_recorded(fake, common, tmp_path):
     def settings_and_words(*words):
-        out = tmp_path / f"out-{len(words)}.jsonl"
+        out = tmp_path / f"out{words[:1]}.jsonl"
         given = [*common, *POLICIES, "--n", "1", "--out", str(out), *words]
         assert command.main(given) == 0
         started = [words for _, words in fake.started]
@@ -147,6 +147,18 @@ def test_dtypes_reach_every_server_and_are_recorded(fake, common, tmp_path):
         assert words[words.index("--dtype") + 1] == "bfloat16"
         assert words[words.index("--kv-cache-dtype") + 1] == "fp8_e4m3"
     assert 2 * int(other[0][size]) == int(started[0][size])
+    named = ["--events", "pressure", "--pool-tokens", "4160"]
+    settings, other = settings_and_words(*named)
+    assert settings == plain | {"events": "pressure", "pool_tokens": 4160}
+    assert [words[size] for words in other] == [other[0][size]] * 3
+    blocks = started[0][started[0].index("--num-gpu-blocks-override") + 1]
+    # The null block is one more.
+    assert int(other[0][size]) * int(blocks) == int(started[0][size]) * (130 + 1)
+    assert not any("--num-gpu-blocks-override" in words for words in other)
+    events = [words[words.index("--kv-events") + 1] for words in other[1:]]
+    assert events == ["pressure"] * 2 and "--kv-events" not in other[0]
+    with pytest.raises(SystemExit):
+        settings_and_words("--pool-tokens", "64")
 
 
 def test_a_server_that_is_there_already(fake, common, tmp_path):

@@ -85,6 +85,7 @@ def test_setups(tiny_model):
         *("--kv-policy", "tova"),
         *("--kv-budget", "128"),
         *("--kv-interval", "64"),
+        *("--kv-events", "always"),
         *("--kv-policy-config", json.dumps(config)),
         *("--dtype", "bfloat16"),
     ]

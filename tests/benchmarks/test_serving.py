@@ -269,6 +269,22 @@ def test_servers_get_the_same_bytes_and_nothing_else_sets_their_blocks(tiny_mode
     assert value_of(servers["stock-fp8@0.4"], "--kv-cache-dtype") == "fp8"
 
 
+def test_a_label_says_which_events_and_which_cache_its_server_has(tiny_model):
+    scenario = replace(SCARCE_SCENARIOS["long"], shares=(0.4,), output_tokens=1000)
+    workload = scenario.workload(tiny_model)
+    servers = scenario.servers(tiny_model, workload)
+    labels = ("ams-tova", "ams-tova:pressure", "ams-tova:pressure:fp8")
+    assert list(servers) == [f"{x}@0.4" for x in (*labels, "stock", "stock-fp8")]
+    for label in labels:
+        words = servers[f"{label}@0.4"]
+        assert value_of(words, "--kv-policy") == "ams-tova"
+        assert ("--kv-events" in words) == (":pressure" in label)
+        assert ("--kv-cache-dtype" in words) == (":fp8" in label)
+    scenario = replace(scenario, policies=("ams-tova:fp4",))
+    with pytest.raises(ValueError, match=r"not \['fp4'\]"):
+        scenario.servers(tiny_model, workload)
+
+
 def test_all_servers_draft_alike(tiny_model):
     args = serving.parse_args(
         ["speculation", "--policies", "snapkv", "--drafts", "3", "--shares", "2", "0.5"]
@@ -376,6 +392,16 @@ def test_other_tokens_fail_the_verification_in_float32_only(wrong):
             verify_caching(scenario, PREFIXES, servers)
         passed = verify_caching(replace(scenario, dtype="bfloat16"), PREFIXES, servers)
     assert not any("tokens as" in sentence for sentence in passed)
+
+
+def test_one_request_alone_has_no_called_event():
+    scenario = replace(CACHING_SCENARIOS["prefixes"], dtype="bfloat16")
+    with ExitStack() as stack:
+        servers = start(stack, fakes_of(scenario))
+        name = "ams-tova@1"
+        servers[name] = replace(servers[name], arguments=("--kv-events", "pressure"))
+        with pytest.raises(VerificationError, match="ams-tova@1: 2 events, 2 blocks"):
+            verify_caching(scenario, PREFIXES, servers)
 
 
 # -- rounds and figures ----------------------------------------------------------------
