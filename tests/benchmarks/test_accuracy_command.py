@@ -125,7 +125,9 @@ def test_other_settings_do_not_continue_a_file(fake, common):
     assert len(fake.bodies) == 3
 
 
-def test_dtypes_events_and_pools_reach_every_server_and_are_recorded(fake, common, tmp_path):
+def test_dtypes_events_and_pools_reach_every_server_and_are_recorded(
+    fake, common, tmp_path
+):
     def settings_and_words(*words):
         out = tmp_path / f"out{words[:1]}.jsonl"
         given = [*common, *POLICIES, "--n", "1", "--out", str(out), *words]
