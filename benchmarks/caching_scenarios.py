@@ -18,6 +18,7 @@ from benchmarks.workload import (
     model_config,
     ordinary_token_ids,
 )
+from vllm_kvpolicy.config_keys import ALWAYS
 
 UNCACHED = "uncached"
 """Name of the server without a policy and without prefix caching."""
@@ -113,7 +114,7 @@ class CachingScenario:
     def kinds(self) -> dict[str, list[str]]:
         """Return kind of server -> arguments that only it has; policies come first."""
         policy_words = ["--kv-budget", str(self.budget)]
-        policy_words += ["--kv-interval", str(self.interval)]
+        policy_words += ["--kv-interval", str(self.interval), "--kv-events", ALWAYS]
         if self.policy_config:
             policy_words += ["--kv-policy-config", self.policy_config]
         kinds = {

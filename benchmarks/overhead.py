@@ -16,6 +16,7 @@ import time
 from typing import Any
 
 from benchmarks.stats import median_ratio
+from vllm_kvpolicy.config_keys import ALWAYS
 
 MAX_MODEL_TOKENS = 2048
 NUM_REQUESTS, OUTPUT_TOKENS = 8, 300
@@ -35,6 +36,7 @@ def make_engine(model: str, policy: str | None, budget: int, live: bool = False)
     extra: dict[str, Any] = {}
     if policy is not None:
         values = {"policy": policy, "budget": budget, "interval": 64, "live": live}
+        values["events"] = ALWAYS
         extra["additional_config"] = {"kv_policy": values}
     return LLM(
         model,

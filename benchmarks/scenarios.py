@@ -14,6 +14,7 @@ from benchmarks.workload import (
     ordinary_token_ids,
     pool_blocks,
 )
+from vllm_kvpolicy.config_keys import ALWAYS
 
 STOCK = "stock"
 DEFAULT = "default"
@@ -131,7 +132,7 @@ class Scenario:
         servers = {}
         for policy in self.policies:
             words = ["--kv-policy", policy, "--kv-budget", str(budget)]
-            words += ["--kv-interval", str(self.interval)]
+            words += ["--kv-interval", str(self.interval), "--kv-events", ALWAYS]
             servers[policy] = [*common, *same_blocks, *words, NO_PREFIX_CACHING]
         servers[STOCK] = [*common, *same_blocks, NO_PREFIX_CACHING]
         if DEFAULT in self.baselines:

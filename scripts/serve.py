@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from setup_env import ROOT, VENV, choose_lock
 
@@ -22,6 +23,7 @@ PACKAGED_NAME = "reasoner"
 PRETRAINED_NAME = "smollm2"
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 MAX_MODEL_TOKENS = 4096
+FIXED_BUDGET = "384"  # tokens per KV head, where the pool does not decide
 MIN_INTERVAL = 64  # tokens between events, so that a short answer has some
 POLL_SECONDS = 0.25
 LAST_PORT = 2**16 - 1
@@ -157,16 +159,18 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
             f"POLICY: got {options.policy!r}, expected the name of a policy, or none "
             "in small letters for stock vLLM"
         )
-    numbers = {"budget": options.budget, "interval": options.interval}
-    values = {key: int(v) if v.isdigit() else v for key, v in numbers.items()}
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_arguments(parser)
     try:
         extra = given_values(vars(parser.parse_known_args(options.extra)[0]))
     except argparse.ArgumentError as error:
         raise ValueError(f"ARGS: {error}") from None
+    interval = int(options.interval) if options.interval.isdigit() else options.interval
+    given = {"policy": options.policy, "interval": interval, **extra}
+    options.budget = options.budget or default_budget(given)
+    budget = int(options.budget) if options.budget.isdigit() else options.budget
     try:
-        config = KVPolicyConfig.from_dict({"policy": options.policy, **values, **extra})
+        config = KVPolicyConfig.from_dict({"budget": budget, **given})
         if not any(word.startswith("--block-size") for word in options.extra):
             config.validate_block_size(BLOCK_TOKENS[device])
     except ValueError as error:
@@ -349,13 +353,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", default="8000", help="port to listen on")
     parser.add_argument("--policy", default="ams-expected", help="none: stock vLLM")
-    parser.add_argument("--budget", default="384", help="tokens per KV head")
+    parser.add_argument("--budget", default="", help="tokens per KV head")
     parser.add_argument("--interval", default="", help="tokens between events")
     parser.add_argument("extra", nargs="*", help="more arguments of `vllm serve`")
     options = parser.parse_args(arguments)
     options.name = served_name(options.model)
     options.interval = options.interval or default_interval(options.policy)
     return options
+
+
+def default_budget(values: dict[str, Any]) -> str:
+    """Return `auto`, or FIXED_BUDGET where the pool cannot say what fits.
+
+    Args:
+        values: the plain form of the policy, without a budget.
+    """
+    from vllm_kvpolicy.config import KVPolicyConfig
+
+    try:
+        KVPolicyConfig.from_dict({**values, "budget": "auto"})
+    except ValueError:  # `check_policy` says what else is wrong
+        return FIXED_BUDGET
+    return "auto"
 
 
 def default_interval(policy: str) -> str:

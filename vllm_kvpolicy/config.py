@@ -61,7 +61,9 @@ class KVPolicyConfig:
             leaves it to the policy.
         allow: further policies that a request may ask for by name.
         events: ALWAYS for events at positions that follow from the request alone,
-            PRESSURE for events when the pool runs short, and as deep as it needs.
+            PRESSURE for events when the pool runs short, and as deep as it needs; by
+            default PRESSURE, and ALWAYS where there is no budget to stop at, or with a
+            `preset`, which stands for a paper's own settings.
         ceiling_tokens: C, with PRESSURE held right after an event that comes because
             the request holds C + I; None for no such events.
         options: options of the policies as the user gave them; each policy reads those
@@ -83,7 +85,7 @@ class KVPolicyConfig:
     events_per_step: int | None = None
     protect_prompt: bool | None = None
     allow: tuple[str, ...] = ()
-    events: str = ALWAYS
+    events: str | None = None
     ceiling_tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     trace_dir: str | None = None
@@ -142,12 +144,15 @@ class KVPolicyConfig:
         self._check_events()
 
     def _check_events(self) -> None:
-        """Check when events come, with the policies and the budget.
+        """Check when events come, with the policies and the budget; set the default.
 
         Raises:
             ValueError: no budget could be a floor, or AUTO where the pool does not say
                 what it stands for.
         """
+        if self.events is None:
+            is_called = not (self.resolved().info.keeps_all or "preset" in self.options)
+            object.__setattr__(self, "events", PRESSURE if is_called else ALWAYS)
         if self.events not in (ALWAYS, PRESSURE):
             got = shown(self.events)
             raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")

@@ -19,13 +19,13 @@ class LLM(vllm.LLM):
         model: folder or name, as for vLLM's `LLM`.
         kv_policy: name of the policy; None is stock vLLM.
         kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
-            share of a request, with kv_events "pressure".
+            share of a request.
         kv_interval: tokens between events.
         kv_ceiling: with kv_events "pressure", tokens to which a request is cut, even
             with room for it, when it holds an interval more.
         kv_recent: newest tokens that are always kept.
         kv_sinks: first tokens that are always kept.
-        kv_events: "always" or "pressure": when requests are cut.
+        kv_events: "pressure", the default, or "always": when requests are cut.
         kv_policy_config: options of the policy.
         additional_config: vLLM's own; values given here as keywords win over it.
         **kwargs: everything else that vLLM's `LLM` takes.

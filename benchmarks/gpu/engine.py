@@ -24,6 +24,7 @@ from benchmarks.gpu.timing import Spans, watched
 from benchmarks.load import Completion
 from benchmarks.stats import latencies
 from benchmarks.workload import Workload
+from vllm_kvpolicy.config_keys import ALWAYS
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -89,7 +90,7 @@ class EngineSpec:
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of vLLM's LLM; all else is vLLM's default."""
         on_gpu = torch.cuda.is_available()
-        policy = None if self.policy is None else dict(self.policy)
+        policy = None if self.policy is None else {"events": ALWAYS, **self.policy}
         return {
             "model": str(write_model(self.model, self.folder / self.model)),
             "skip_tokenizer_init": True,

@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks.accuracy.servers import FULL, OWN_DTYPE, options_of, split
 from benchmarks.provenance import usable_cores
 from benchmarks.workload import block_bytes
+from vllm_kvpolicy.config_keys import ALWAYS
 from vllm_kvpolicy.policies.names import parse
 
 BLOCK_SIZE = 32
@@ -213,6 +214,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
         kv_policy=policies[0],
         kv_budget=max(settings.budgets),
         kv_interval=engine.interval,
+        kv_events=ALWAYS,
         kv_policy_config=options | {"allow": policies[1:]},
         additional_config={"kv_policy": own},
         dtype=settings.dtype,

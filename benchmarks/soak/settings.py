@@ -53,6 +53,6 @@ def policy_arguments(model: Path, gates: Path, **options: object) -> list[str]:
         *stock_arguments(model),
         *("--kv-policy", POLICIES[0]),
         *("--kv-budget", str(BUDGET)),
-        *("--kv-interval", str(INTERVAL)),
+        *("--kv-interval", str(INTERVAL), "--kv-events", "always"),
         *("--kv-live", "--kv-policy-config", json.dumps(config)),
     ]

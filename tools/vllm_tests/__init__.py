@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from vllm_kvpolicy.config_keys import ALWAYS
+
 STOCK = "stock"
+SMALL = {"events": ALWAYS, "budget": 64, "interval": 32}
 MODES: dict[str, dict[str, Any]] = {
     STOCK: {},
     "never": {"policy": "ams-tova", "budget": 2**20},
-    "small": {"policy": "tova", "budget": 64, "interval": 32, "recent": 16},
-    "identity": {"policy": "identity", "budget": 64, "interval": 32, "recent": 0},
+    "small": {"policy": "tova", **SMALL, "recent": 16},
+    "identity": {"policy": "identity", **SMALL, "recent": 0},
 }
 """By mode, the plain form of the policy: none, one whose budget never binds, one whose
 budget binds soon, and one whose events move everything and drop nothing."""

@@ -48,10 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-events",
         choices=(ALWAYS, PRESSURE),
         default=argparse.SUPPRESS,
-        help=f"{ALWAYS}: every request is cut to its budget at positions that follow "
-        f"from the request alone. {PRESSURE}: nobody is cut while there is room; when "
-        "the pool runs short the longest are cut, as deep as it needs, and the budget "
-        f"is the floor (default: {ALWAYS}).",
+        help=f"{PRESSURE}: nobody is cut while there is room; when the pool runs short "
+        "the longest are cut, as deep as it needs, and the budget is the floor. "
+        f"{ALWAYS}: every request is cut to its budget at positions that follow from "
+        f"the request alone (default: {PRESSURE}; {ALWAYS} with a preset, or without "
+        "a scorer).",
     )
     group.add_argument(
         "--kv-policy-config",

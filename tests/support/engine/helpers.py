@@ -13,6 +13,7 @@ import numpy as np
 
 from support.engine.collector import keep_imports_frozen
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import ALWAYS
 from vllm_kvpolicy.events import Footprint, request_phase
 from vllm_kvpolicy.observe.trace_files import (
     EventRecord,
@@ -223,6 +224,8 @@ def engine_arguments(
     """Return the arguments of vLLM's LLM; see `Engine`."""
     if policy is not None and trace is not None:
         policy = {**policy, "trace_dir": str(trace)}
+    if policy is not None:
+        policy = {"events": ALWAYS, **policy}  # at positions that tests can name
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",

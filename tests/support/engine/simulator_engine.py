@@ -35,6 +35,7 @@ from vllm_kvpolicy.block_manager.scheduler import (
     KVPolicyScheduler,
 )
 from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_keys import ALWAYS
 from vllm_kvpolicy.sizes import max_blocks_per_request, sliding_groups
 
 _instances = itertools.count()
@@ -92,6 +93,10 @@ class Scenario:
     retention: int | None = 0
     estimates: bool = False
     pool: int | None = None
+
+    def __post_init__(self) -> None:
+        policy = {"events": ALWAYS, **self.policy}  # at positions that tests can name
+        object.__setattr__(self, "policy", policy)
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter
