@@ -29,7 +29,7 @@ class CachingScenario:
     """What scenarios with prefix caching share; lengths are in tokens.
 
     Attributes:
-        name: `prefixes`, `turns` or `scarce`.
+        name: `prefixes`, `turns`, `scarce` or `long`.
         policies: names for `--kv-policy`; each has a server for every share.
         pairs: timed rounds.
         output_tokens: forced length of each output, thinking included.

@@ -15,12 +15,11 @@ from benchmarks.scenarios import STOCK
 from benchmarks.server import EngineSettings
 from benchmarks.shared_prompts import Conversations, SharedPrefixes
 from benchmarks.workload import ordinary_token_ids
-from vllm_kvpolicy.config_keys import PRESSURE
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 FP8 = "stock-fp8"
 """Name of the server without a policy that keeps keys and values in FP8."""
-KIND_WORDS = {PRESSURE: ["--kv-events", PRESSURE], "fp8": ["--kv-cache-dtype", "fp8"]}
-"""Word behind a policy's name -> arguments of its server."""
+FP8_WORDS = ["--kv-cache-dtype", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,8 @@ class Scarce(CachingScenario):
     minute: one run of five servers (start, verification, a round that does not count
     and 3 timed ones) takes half an hour, and each share more as long again. A server
     that does not start is named in the report and the record, with its error. `long`
-    has longer answers, and events that are called when the pool runs short; with
-    `--output-tokens 1000` it takes as long as `scarce`.
+    has longer answers, and events that are called when the pool runs short; a round
+    takes a server of the packaged model 50 seconds. Ask for one share at a time.
 
     Attributes:
         policies: `NAME`, `NAME:pressure`, `NAME:fp8` or `NAME:pressure:fp8`: which
@@ -87,15 +86,16 @@ class Scarce(CachingScenario):
         kinds = super().kinds()
         for label in self.policies:
             name, *words = label.split(":")
-            if unknown := sorted({*words} - {*KIND_WORDS}):
+            if unknown := sorted({*words} - {PRESSURE, "fp8"}):
                 raise ValueError(
-                    f"policies: got {label}, expected {sorted(KIND_WORDS)} behind the "
+                    f"policies: got {label}, expected {PRESSURE!r} or 'fp8' behind the "
                     f"name, not {unknown}"
                 )
-            kinds[label][:2] = ["--kv-policy", name]
+            changes = {label: name} | ({ALWAYS: PRESSURE} if PRESSURE in words else {})
+            kinds[label] = [changes.get(word, word) for word in kinds[label]]
             kinds[label] += ["--block-size", str(self.block_size)]
-            kinds[label] += sum((KIND_WORDS[word] for word in words), [])
-        return kinds | {FP8: KIND_WORDS["fp8"]}
+            kinds[label] += FP8_WORDS if "fp8" in words else []
+        return kinds | {FP8: FP8_WORDS}
 
     def settings(
         self,
@@ -139,7 +139,6 @@ SCARCE_SCENARIOS = {
         output_tokens=4000,
         budget=384,
         interval=192,
-        shares=(1.0, 0.6, 0.4, 0.25),
         max_model_len=None,
         requests=8,
     ),

@@ -4,6 +4,7 @@
     python -m benchmarks.serving neutral --pairs 15 --out neutral.json
     python -m benchmarks.serving turns --model FOLDER --dtype bfloat16
     python -m benchmarks.serving scarce --model FOLDER --shares 0.4 --out scarce.json
+    python -m benchmarks.serving long --shares 0.4 --out long.json
     python -m benchmarks.serving speculation --pairs 6 --out speculation.json
 
 All servers of a comparison run from start to end and get the same requests in turn

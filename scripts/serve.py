@@ -14,7 +14,6 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from setup_env import ROOT, VENV, choose_lock
 
@@ -23,7 +22,6 @@ PACKAGED_NAME = "reasoner"
 PRETRAINED_NAME = "smollm2"
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 MAX_MODEL_TOKENS = 4096
-FIXED_BUDGET = "384"  # tokens per KV head, where the pool does not decide
 MIN_INTERVAL = 64  # tokens between events, so that a short answer has some
 POLL_SECONDS = 0.25
 LAST_PORT = 2**16 - 1
@@ -65,7 +63,7 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
     command += ["--served-model-name", options.name]
     if has_policy(options):
         command += ["--kv-policy", options.policy]
-        command += ["--kv-budget", str(options.budget)]
+        command += ["--kv-budget", options.budget] if options.budget else []
         command += ["--kv-interval", str(options.interval)]
     if options.model == PACKAGED_MODEL:
         command += ["--dtype", "float32"]
@@ -159,18 +157,16 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
             f"POLICY: got {options.policy!r}, expected the name of a policy, or none "
             "in small letters for stock vLLM"
         )
+    numbers = {"budget": options.budget or None, "interval": options.interval}
+    values = {k: int(v) if v and v.isdigit() else v for k, v in numbers.items()}
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_arguments(parser)
     try:
         extra = given_values(vars(parser.parse_known_args(options.extra)[0]))
     except argparse.ArgumentError as error:
         raise ValueError(f"ARGS: {error}") from None
-    interval = int(options.interval) if options.interval.isdigit() else options.interval
-    given = {"policy": options.policy, "interval": interval, **extra}
-    options.budget = options.budget or default_budget(given)
-    budget = int(options.budget) if options.budget.isdigit() else options.budget
     try:
-        config = KVPolicyConfig.from_dict({"budget": budget, **given})
+        config = KVPolicyConfig.from_dict({"policy": options.policy, **values, **extra})
         if not any(word.startswith("--block-size") for word in options.extra):
             config.validate_block_size(BLOCK_TOKENS[device])
     except ValueError as error:
@@ -360,21 +356,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     options.name = served_name(options.model)
     options.interval = options.interval or default_interval(options.policy)
     return options
-
-
-def default_budget(values: dict[str, Any]) -> str:
-    """Return `auto`, or FIXED_BUDGET where the pool cannot say what fits.
-
-    Args:
-        values: the plain form of the policy, without a budget.
-    """
-    from vllm_kvpolicy.config import KVPolicyConfig
-
-    try:
-        KVPolicyConfig.from_dict({**values, "budget": "auto"})
-    except ValueError:  # `check_policy` says what else is wrong
-        return FIXED_BUDGET
-    return "auto"
 
 
 def default_interval(policy: str) -> str:

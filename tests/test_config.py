@@ -51,9 +51,19 @@ def test_the_pools_share_has_a_number_and_stays_a_word():
 @pytest.mark.parametrize("policy", ["tova", "rpc", "tova+quest"])
 def test_events_on_call_suit_every_policy_with_a_budget(policy):
     built = config(policy=policy, events="pressure")
-    assert (built.events, config(policy=policy).events) == ("pressure", "always")
+    assert (built.events, config(policy=policy)) == ("pressure", built)
     # Requests for a policy without one are not cut, beside others that are.
     config(events="pressure", allow=["quest"])
+
+
+def test_events_have_positions_where_no_budget_could_be_a_floor_or_a_paper_says_so():
+    assert config(policy="quest").events == config(policy="holes").events == "always"
+    for preset, events in (("default", "pressure"), ("paper", "always")):
+        own = config(policy="ams-tova", policy_config={"preset": preset})
+        assert own.events == events
+    # Of an allowed policy it says nothing.
+    other = config(policy="tova", allow=["ams-tova"], policy_config={"preset": "paper"})
+    assert other.events == "pressure"
 
 
 def test_none_stands_for_the_default():
@@ -145,8 +155,15 @@ def test_events_inside_prompts_can_be_left_out():
         ({"policy": "snapkv", "prefill_interval": 8}, ["prefill_interval: got 8"]),
         ({"events": "sometimes"}, ["events: got 'sometimes'", "always", "pressure"]),
         ({"events": "pressure", "policy": "quest"}, ["events: got", "no budget"]),
-        ({"events": "pressure", "policy": "holes"}, ["'holes'", "expected 'always'"]),
-        ({"budget": "auto"}, ["budget: got 'auto'", "a number", "events 'pressure'"]),
+        (
+            {"events": "pressure", "policy": "holes"},
+            ["'holes'", "a policy with a scorer"],
+        ),
+        (
+            {"budget": "auto", "events": "always"},
+            ["budget: got 'auto'", "a number", "events 'pressure'"],
+        ),
+        ({"budget": "auto", "policy": "holes"}, ["budget: got 'auto'", "a scorer"]),
         (
             {"budget": "auto", "events": "pressure", "policy": "rpc"},
             ["budget: got 'auto'", "kept whole", "protect_prompt false"],
@@ -331,7 +348,7 @@ def test_a_ceiling_is_above_the_floor_and_of_called_events_alone():
     for each, value, why in (
         (server, 201, "at most the server's 200"),
         (server, 95, "least the budget"),
-        (config(budget=96), 200, "events 'always'"),
+        (config(budget=96, events="always"), 200, "events 'always'"),
     ):
         with pytest.raises(ValueError, match=f"^kv_ceiling: got {value}.*{why}"):
             each.with_request({"kv_ceiling": value}, 32)

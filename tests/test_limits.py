@@ -99,12 +99,12 @@ def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget() -> 
     line = capacity_line(ENGINE, KVPolicyConfig("quest"), 9000)
     assert line.startswith("KV policy quest: no budget, event every 512 tokens; ")
     assert line.endswith("all its tokens, at most 4096 of the pool's 8999 blocks")
-    both = capacity_line(ENGINE, KVPolicyConfig("snapkv+quest"), 9000)
+    both = capacity_line(ENGINE, KVPolicyConfig("snapkv+quest", events="always"), 9000)
     assert "snapkv+quest: budget 2048 tokens per KV head" in both
 
 
 def test_the_users_word_counts_more_than_the_policys() -> None:
-    config = KVPolicyConfig("epikv", protect_prompt=False)
+    config = KVPolicyConfig("epikv", protect_prompt=False, events="always")
     assert max_blocks_per_request(ENGINE, config) < WHOLE // 10
     assert max_global_blocks(ENGINE, config) == 2048 // SIZE
 
@@ -112,10 +112,14 @@ def test_the_users_word_counts_more_than_the_policys() -> None:
 @pytest.mark.parametrize(
     ("config", "shared"),
     [
-        (KVPolicyConfig("tova"), 4096),
-        (KVPolicyConfig("tova", budget_tokens=8192), 12288),
-        (KVPolicyConfig("tova", prefill_interval_tokens="prompt"), LONGEST),
-        (KVPolicyConfig("tova", protect_prompt=True), LONGEST),
+        (KVPolicyConfig("tova"), LONGEST),
+        (KVPolicyConfig("tova", events="always"), 4096),
+        (KVPolicyConfig("tova", events="always", budget_tokens=8192), 12288),
+        (
+            KVPolicyConfig("tova", events="always", prefill_interval_tokens="prompt"),
+            LONGEST,
+        ),
+        (KVPolicyConfig("tova", events="always", protect_prompt=True), LONGEST),
     ],
 )
 def test_the_line_about_the_prefix_cache_says_how_much_is_shared(
@@ -139,12 +143,14 @@ def test_a_budget_that_nothing_reaches_is_said() -> None:
     short.model_config = SimpleNamespace(
         **vars(ENGINE.model_config) | {"max_model_len": 2048}
     )
-    line = capacity_line(short, KVPolicyConfig("tova"), 9000)
+    line = capacity_line(short, KVPolicyConfig("tova", events="always"), 9000)
     assert line.endswith("ever drops any, lower --kv-budget")
-    small = KVPolicyConfig("tova", budget_tokens=1024)
+    small = KVPolicyConfig("tova", events="always", budget_tokens=1024)
     assert "holds at most" in capacity_line(short, small, 9000)
     # An event inside a prompt comes earlier.
-    inside = KVPolicyConfig("tova", budget_tokens=1800, prefill_interval_tokens=128)
+    inside = KVPolicyConfig(
+        "tova", events="always", budget_tokens=1800, prefill_interval_tokens=128
+    )
     assert "holds at most" in capacity_line(short, inside, 9000)
 
 

@@ -150,17 +150,23 @@ class KVPolicyConfig:
             ValueError: no budget could be a floor, or AUTO where the pool does not say
                 what it stands for.
         """
+        own = self.resolved()
         if self.events is None:
-            is_called = not (self.resolved().info.keeps_all or "preset" in self.options)
-            object.__setattr__(self, "events", PRESSURE if is_called else ALWAYS)
+            is_paper = own.options.get("preset", "default") != "default"
+            events = ALWAYS if own.info.keeps_all or is_paper else PRESSURE
+            object.__setattr__(self, "events", events)
         if self.events not in (ALWAYS, PRESSURE):
             got = shown(self.events)
             raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
-        if self.events == PRESSURE and self.resolved().info.keeps_all:
-            raise ValueError(
-                f"events: got {PRESSURE!r} with {self.policy!r}, which has no budget "
-                f"to stop at, expected {ALWAYS!r} or a policy with a scorer"
-            )
+        asked = {"events": PRESSURE if self.events == PRESSURE else None}
+        asked |= {"budget": AUTO if self.is_auto else None}
+        asked |= {"ceiling": self.ceiling_tokens}
+        for key, value in asked.items():
+            if own.info.keeps_all and value is not None:
+                raise ValueError(
+                    f"{key}: got {value!r} with {self.policy!r}, which has no budget "
+                    "to stop at, expected none, or a policy with a scorer"
+                )
         self._check_ceiling("ceiling", 1)
         if self.is_auto and self.events == ALWAYS:
             raise ValueError(

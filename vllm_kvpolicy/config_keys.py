@@ -101,7 +101,9 @@ INTEGER_KEYS = (
         f"requests of max-model-len, at least {LEAST_AUTO}",
         word=AUTO,
     ),
-    IntegerKey("interval", "interval_tokens", 1, "tokens between two events"),
+    IntegerKey(
+        "interval", "interval_tokens", 1, "tokens that a request grows between events"
+    ),
     IntegerKey(
         "ceiling",
         "ceiling_tokens",

@@ -20,7 +20,7 @@ class LLM(vllm.LLM):
         kv_policy: name of the policy; None is stock vLLM.
         kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
             share of a request.
-        kv_interval: tokens between events.
+        kv_interval: tokens that a request grows between events.
         kv_ceiling: with kv_events "pressure", tokens to which a request is cut, even
             with room for it, when it holds an interval more.
         kv_recent: newest tokens that are always kept.

@@ -185,6 +185,8 @@ def check(args: argparse.Namespace) -> None:
     prompts = args.evict_prompts, args.keep_prompts
     if all(prompts):
         raise ValueError("keep-prompts: expected no --evict-prompts beside it")
+    if args.events == PRESSURE and args.pool_tokens is None:
+        raise ValueError("events: with room for all nothing is cut, name --pool-tokens")
     if args.pool_tokens is not None and args.pool_tokens < args.max_model_len:
         raise ValueError(
             f"pool-tokens: got {args.pool_tokens}, expected at least the "
@@ -232,7 +234,9 @@ def unusual(args: argparse.Namespace) -> Line:
     """Return the dtypes, events and pool that are not the usual ones."""
     usual = {"dtype": DTYPE, "kv_cache_dtype": OWN_DTYPE}
     usual |= {"events": ALWAYS, "pool_tokens": None}
-    return {key: v for key in usual if (v := getattr(args, key)) != usual[key]}
+    found = {key: v for key in usual if (v := getattr(args, key)) != usual[key]}
+    # What is called for depends on who else runs.
+    return found | ({"concurrency": args.concurrency} if "events" in found else {})
 
 
 def settings_of(args: argparse.Namespace, judge: str | None) -> Line:

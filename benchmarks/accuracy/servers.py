@@ -24,6 +24,7 @@ DTYPE = "float32"
 OWN_DTYPE = "auto"
 """The KV cache has the model's dtype; output files do not name it."""
 EVENTS = "kvpolicy_events_total"
+FLOOR = "kvpolicy_floor_tokens"
 NO_POLICY = {"kv_policy": "none"}
 
 Options = Mapping[str, Any]
@@ -170,7 +171,13 @@ def extra_of(policy: str, setup: Setup, is_given: bool) -> dict[str, Any] | None
 def serving(setup: Setup, args: argparse.Namespace, log_folder: Path) -> Iterator[str]:
     """Start a server, or use that of `--url`, and yield its root URL."""
     if args.url:
-        yield args.url.rstrip("/")
+        url = args.url.rstrip("/")
+        if _metrics_of(url).get(FLOOR):
+            raise LoadError(
+                f"{url}: calls for events when its pool runs short, expected a server "
+                "with --kv-events always, which cuts to the budgets of the requests"
+            )
+        yield url
         return
     with running({setup.label: setup.arguments(args)}, log_folder) as servers:
         yield servers[setup.label].url
@@ -184,8 +191,12 @@ def count_events(url: str, setup: Setup) -> float | None:
     """
     if setup.budget is None:
         return None
-    with urlopen(url + "/metrics", timeout=30) as response:
-        metrics = parse_metrics(response.read().decode())
+    metrics = _metrics_of(url)
     if EVENTS not in metrics:
         raise LoadError(f"{url}: expected a server with a KV policy, /metrics has none")
     return metrics[EVENTS]
+
+
+def _metrics_of(url: str) -> dict[str, float]:
+    with urlopen(url + "/metrics", timeout=30) as response:
+        return parse_metrics(response.read().decode())

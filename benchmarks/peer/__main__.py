@@ -37,7 +37,7 @@ GRID = provenance.ROOT / "benchmarks" / "grids" / "standard.yaml"
 DEFAULTS = ["--grid", str(GRID), "--n", "6", "--budgets", "192", "--variants", "{}"]
 DEFAULTS += ["--policies", FULL, *PRESSES]
 _UNUSED = {"out", "concurrency", "logs", "url", "served_name", "shard", "trace"}
-_UNUSED |= {"dtype", "kv_cache_dtype"}
+_UNUSED |= {"dtype", "kv_cache_dtype", "events", "pool_tokens"}
 UNUSED = {
     "ask": _UNUSED | {"serve_args", "timeout", "tries"},
     "ours": _UNUSED,

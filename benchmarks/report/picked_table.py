@@ -50,7 +50,7 @@ def _cell(record: Any, path: str, word: str) -> str:
     path = path.replace("{}", word)
     show = _share if path.endswith(" %") else _number
     sides = [
-        list(_values(record, side.split(" | ")))
+        [v for v in _values(record, side.split(" | ")) if v is not None]
         for side in path.removesuffix(" %").split(" over ")
     ]
     values = sides[0]

@@ -151,7 +151,11 @@ def test_dtypes_events_and_pools_reach_every_server_and_are_recorded(
     assert 2 * int(other[0][size]) == int(started[0][size])
     named = ["--events", "pressure", "--pool-tokens", "4160"]
     settings, other = settings_and_words(*named)
-    assert settings == plain | {"events": "pressure", "pool_tokens": 4160}
+    assert settings == plain | {
+        "events": "pressure",
+        "pool_tokens": 4160,
+        "concurrency": 16,
+    }
     assert [words[size] for words in other] == [other[0][size]] * 3
     blocks = started[0][started[0].index("--num-gpu-blocks-override") + 1]
     # The null block is one more.
@@ -159,8 +163,9 @@ def test_dtypes_events_and_pools_reach_every_server_and_are_recorded(
     assert not any("--num-gpu-blocks-override" in words for words in other)
     events = [words[words.index("--kv-events") + 1] for words in other[1:]]
     assert events == ["pressure"] * 2 and "--kv-events" not in other[0]
-    with pytest.raises(SystemExit):
-        settings_and_words("--pool-tokens", "64")
+    for wrong in (["--pool-tokens", "64"], ["--events", "pressure"]):
+        with pytest.raises(SystemExit):
+            settings_and_words(*wrong)
 
 
 def test_a_server_that_is_there_already(fake, common, tmp_path):

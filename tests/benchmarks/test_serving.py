@@ -270,7 +270,7 @@ def test_servers_get_the_same_bytes_and_nothing_else_sets_their_blocks(tiny_mode
 
 
 def test_a_label_says_which_events_and_which_cache_its_server_has(tiny_model):
-    scenario = replace(SCARCE_SCENARIOS["long"], shares=(0.4,), output_tokens=1000)
+    scenario = replace(SCARCE_SCENARIOS["long"], output_tokens=1000)
     workload = scenario.workload(tiny_model)
     servers = scenario.servers(tiny_model, workload)
     labels = ("ams-tova", "ams-tova:pressure", "ams-tova:pressure:fp8")
@@ -278,7 +278,8 @@ def test_a_label_says_which_events_and_which_cache_its_server_has(tiny_model):
     for label in labels:
         words = servers[f"{label}@0.4"]
         assert value_of(words, "--kv-policy") == "ams-tova"
-        assert ("--kv-events" in words) == (":pressure" in label)
+        events = "pressure" if ":pressure" in label else "always"
+        assert value_of(words, "--kv-events") == events and words.count(events) == 1
         assert ("--kv-cache-dtype" in words) == (":fp8" in label)
     scenario = replace(scenario, policies=("ams-tova:fp4",))
     with pytest.raises(ValueError, match=r"not \['fp4'\]"):

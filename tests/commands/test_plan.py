@@ -18,6 +18,7 @@ SUPERBLOCK = 2 * 2 * 2 * 32 * 4 * N
 LENGTHS = ("--prompt-tokens", "100", "--output-tokens", "900")
 NEIGHBOURS = plan.NEIGHBOURS
 POLICY = ("--kv-policy", "streaming", "--kv-budget", "256", "--kv-interval", "128")
+POLICY += ("--kv-events", "always")
 
 
 @pytest.fixture(autouse=True)

@@ -347,7 +347,8 @@ def test_bench_throughput(tiny_model: Path, tmp_path: Path) -> None:
         f"vllm bench throughput --model {tiny_model} --dtype float32 --enforce-eager "
         "--max-model-len 512 --max-num-seqs 4 --kv-cache-memory-bytes 16777216 "
         "--dataset-name random --random-input-len 120 --random-output-len 60 "
-        "--num-prompts 4 --kv-policy ams-tova --kv-budget 96 --kv-interval 40"
+        "--num-prompts 4 --kv-policy ams-tova --kv-budget 96 --kv-interval 40 "
+        "--kv-events always"
     ).split()
     additional = json.dumps({"kv_policy": {"trace_dir": str(trace)}})
     command += ["--additional-config", additional, "--output-json", str(out)]

@@ -22,13 +22,12 @@ from support.engine.float8_oracle import (
     run_and_see,
     scaled_cache,
 )
-from support.engine.helpers import Engine, Job, Run, make_jobs, make_prompt
+from support.engine.helpers import Engine, Job, Run, config_of, make_jobs, make_prompt
 from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import covering, evictions
-from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 from vllm_kvpolicy.policies.names import parse
 
@@ -159,7 +158,7 @@ def test_decisions_and_answers_are_those_of_the_references(
     with Engine(tiny_model, values, tmp_path, kv_cache_dtype=kind, **changes) as engine:
         check_storage(engine, kind)
         run, seen = run_and_see(engine, jobs, ReferenceDecoder(tiny_model))
-    report, config = Report(), KVPolicyConfig.from_dict(values)
+    report, config = Report(), config_of(values)
     for name, result in run.results.items():
         decoder = Float8Decoder(tiny_model, STORED[kind], seen[name])
         check_replay(decoder, result)
@@ -194,7 +193,7 @@ def served(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
         float8 = engine.runtime.compactor.pool.float8
         assert tuple(map(tuple, float8.scales.values())) == SCALES
         run, seen = run_and_see(engine, jobs, ReferenceDecoder(tiny_model))
-    return run, seen, KVPolicyConfig.from_dict(values)
+    return run, seen, config_of(values)
 
 
 def decoder_of(served, model: Path, name: str) -> Float8Decoder:

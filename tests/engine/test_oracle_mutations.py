@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from support.engine.helpers import Engine, Result, make_jobs
+from support.engine.helpers import Engine, Result, config_of, make_jobs
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
-from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies.compose import ComposedPolicy
 from vllm_kvpolicy.policies.scorers.random import RandomScorer
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations
@@ -58,7 +57,7 @@ def oracles_agree(engine: Engine, decoder: ReferenceDecoder) -> Checks:
     """Return whether the selection and the replay oracle find nothing wrong."""
     results = run(engine)
     assert sum(len(result.events) for result in results) >= 5
-    config = KVPolicyConfig.from_dict(engine.values)
+    config = config_of(engine.values)
 
     def selection(result: Result) -> bool:
         try:

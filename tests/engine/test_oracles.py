@@ -16,7 +16,15 @@ import pytest
 
 from support import sweeps
 from support.engine.async_on_cpu import allow_async_scheduling
-from support.engine.helpers import BLOCK, MOVERS, POLICIES, Engine, Run, jobs_of
+from support.engine.helpers import (
+    BLOCK,
+    MOVERS,
+    POLICIES,
+    Engine,
+    Run,
+    config_of,
+    jobs_of,
+)
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
@@ -179,7 +187,7 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
                 assert engine.num_free == engine.num_usable, "superblocks are lost"
         return Served(
             decoder=ReferenceDecoder(model),
-            config=KVPolicyConfig.from_dict(values),
+            config=config_of(values),
             block_size=case.engine.get("block_size", BLOCK),
             run=run,
         )

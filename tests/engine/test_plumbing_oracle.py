@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.calibration_files import options_for
-from support.engine.helpers import Engine, Job, Result, Run, make_prompt
+from support.engine.helpers import Engine, Job, Result, Run, config_of, make_prompt
 from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report
@@ -61,7 +61,7 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
             options |= options_for(scorer, trace, 2, 2, 2, 32)
         values = {"policy": ALL[0], **BASE, "policy_config": options, "events": events}
         with Engine(tiny_model, values, trace, **ENGINE, **POOLS[events]) as engine:
-            return engine.run(jobs_for(ALL)), KVPolicyConfig.from_dict(values)
+            return engine.run(jobs_for(ALL)), config_of(values)
 
     return served
 

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.engine.helpers import Engine, make_jobs
-from vllm_kvpolicy.config import KVPolicyConfig
+from support.engine.helpers import Engine, config_of, make_jobs
 from vllm_kvpolicy.kernels.window_usage import window_usage
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.warmup import NAMES, DummyEvents, warm_up
@@ -38,7 +37,7 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
 
 
 def test_events_have_the_sizes_of_real_ones() -> None:
-    config = KVPolicyConfig.from_dict(POLICY | {"allow": ["keydiff"]})
+    config = config_of(POLICY | {"allow": ["keydiff"]})
     steps = list(DummyEvents(config, 4, 32, 100, 600, 2).steps())
     assert {event.policy for step in steps for event in step} == {"ams-tova", "keydiff"}
     assert {len(step) for step in steps} == {1, 2}
@@ -62,7 +61,7 @@ def test_events_have_the_sizes_of_real_ones() -> None:
     prompts = {144, 216, 324, 486}
     grown = prompts | {tokens + 32 for tokens in prompts}
     assert {65, 97, 96, 128, 599} | grown == positions
-    together = KVPolicyConfig.from_dict(POLICY | {"spread_events": False})
+    together = config_of(POLICY | {"spread_events": False})
     unmoved = DummyEvents(together, 4, 32, 100, 600, 2).steps()
     assert {96, 128, 599} | grown == {step[0].position for step in unmoved}
     alone = list(DummyEvents(config, 1, 32, 100, 600, 2).steps())

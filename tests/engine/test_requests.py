@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engine.helpers import BLOCK, Engine, Session, make_jobs
+from support.engine.helpers import BLOCK, Engine, Session, config_of, make_jobs
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import some
-from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"policy": "snapkv", "budget": 128, "interval": 64, "prefill_interval": 256}
 LENGTHS = (60, 200, 350)
@@ -66,7 +65,7 @@ def test_a_smaller_budget_bounds_that_request(engine: Engine, decoder) -> None:
             num_held = event.survivors.shape[-1] + local
             assert budget <= num_held < budget + BLOCK
             assert event.selected.shape[-1] == event.budget == budget
-        config = KVPolicyConfig.from_dict(VALUES).with_request(result.job.extra_args)
+        config = config_of(VALUES).with_request(result.job.extra_args)
         check_selection(decoder, result, config, BLOCK, Report())
         check_replay(decoder, result)
 
@@ -88,7 +87,7 @@ def test_a_protected_prompt_stays(
             for row in globals_:
                 held = np.r_[row, np.arange(event.frontier, event.position)]
                 assert np.isin(prompt, held).all()
-        config = KVPolicyConfig.from_dict(values)
+        config = config_of(values)
         check_selection(decoder, result, config, BLOCK, Report())
         check_replay(decoder, result)
 

@@ -6,12 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engine.helpers import POLICIES, Engine, Job, Result, Run, make_jobs
+from support.engine.helpers import (
+    POLICIES,
+    Engine,
+    Job,
+    Result,
+    Run,
+    config_of,
+    make_jobs,
+)
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import some
-from vllm_kvpolicy.config import KVPolicyConfig
 
 VALUES = {"budget": 110, "interval": 56, "prefill_interval": 256}
 LENGTHS = (90, 130, 300)
@@ -53,7 +60,7 @@ class Comparison:
 
     def check_near_ties(self, run: Run) -> None:
         """Check a run that differs: only where the reference's gap is below 1e-5."""
-        config, report = KVPolicyConfig.from_dict(self.values), Report()
+        config, report = config_of(self.values), Report()
         for result in run.results.values():
             check_selection(self.decoder, result, config, 32, report)
 
@@ -95,7 +102,7 @@ def test_crowded_events_wait_and_do_not_move(tiny_model: Path, tmp_path: Path) -
     decoder, report = ReferenceDecoder(tiny_model), Report()
     for result in run.results.values():
         check_replay(decoder, result)
-        config = KVPolicyConfig.from_dict(values)
+        config = config_of(values)
         check_selection(decoder, result, config, 32, report)
     assert report.decisions >= 48
     assert not report.near_ties

@@ -17,13 +17,7 @@ import pytest
 
 from support.calibration_files import options_for
 from support.engine.dms_decoder import say_dms
-from support.engine.helpers import (
-    BLOCK,
-    Engine,
-    Job,
-    Run,
-    watch_hits,
-)
+from support.engine.helpers import BLOCK, Engine, Job, Run, config_of, watch_hits
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
@@ -41,7 +35,6 @@ from support.repetition import (
 from support.sweeps import covering, every_name, evictions
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.block_manager.scheduler import KVPolicyScheduler
-from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.policies.names import parse
 
@@ -155,7 +148,7 @@ def test_events_on_call_are_those_of_the_references(
     decoder, report = ReferenceDecoder(tiny_model), Report()
     for result in found.results.values():
         check_replay(decoder, result)
-        config = KVPolicyConfig.from_dict(values)
+        config = config_of(values)
         check_selection(decoder, result, config, BLOCK, report)
     report.check()
     assert report.decisions >= 20

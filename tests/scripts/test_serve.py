@@ -19,17 +19,14 @@ import serve  # noqa: E402
 
 
 def command(*arguments, device="cpu"):
-    options = serve.parse(list(arguments))
-    if serve.has_policy(options):
-        serve.check_policy(options, device)
-    return " ".join(serve.build_command(options, device))
+    return " ".join(serve.build_command(serve.parse(list(arguments)), device))
 
 
 def test_the_default_is_the_packaged_model_with_a_policy():
     words = command()
     for part in (
         "serve reasoner/checkpoint",
-        "--kv-policy ams-expected --kv-budget auto --kv-interval 128",
+        "--kv-policy ams-expected --kv-interval 128",
         "--port 8000",
         "--served-model-name reasoner",
         "--max-model-len 4096",

@@ -27,6 +27,7 @@ FLAGS = {
     "--kv-policy": "ams-tova",
     "--kv-budget": "96",
     "--kv-interval": "48",
+    "--kv-events": "always",
     "--additional-config": '{"kv_policy": {"prefill_interval": 128}}',
     "--dtype": "float32",
     "--max-model-len": "1024",

@@ -21,7 +21,15 @@ pytestmark = pytest.mark.serve
 POLICIES = ("ams-tova", "streaming", "none")
 ARGUMENTS = [
     *("--kv-policy", "ams-tova", "--kv-budget", str(BUDGET)),
-    *("--kv-interval", str(INTERVAL), "--kv-live", "--api-key", KEY),
+    *(
+        "--kv-events",
+        "always",
+        "--kv-interval",
+        str(INTERVAL),
+        "--kv-live",
+        "--api-key",
+        KEY,
+    ),
     *("--kv-policy-config", '{"allow": ["streaming"]}'),
     *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8"),
     *("--kv-cache-memory-bytes", "8388608", "--served-model-name", "tiny"),

@@ -26,6 +26,7 @@ FLAGS = {
     "--kv-policy": POLICIES[0],
     "--kv-budget": str(BUDGET),
     "--kv-interval": "128",
+    "--kv-events": "always",
     "--kv-policy-config": '{"allow": ["snapkv"], "live_text": true}',
     "--dtype": "float32",
     "--max-model-len": "2048",

@@ -27,6 +27,7 @@ from vllm_kvpolicy.policies.names import (
 FLAGS = {
     "--kv-budget": "128",
     "--kv-interval": "64",
+    "--kv-events": "always",
     "--dtype": "float32",
     "--max-model-len": "1024",
     "--max-num-seqs": "8",

@@ -19,6 +19,7 @@ FLAGS = {
     "--kv-policy": "ams-tova",
     "--kv-budget": "128",
     "--kv-interval": "64",
+    "--kv-events": "always",
     "--dtype": "float32",
     "--max-model-len": "1024",
     "--max-num-seqs": "4",
@@ -26,7 +27,7 @@ FLAGS = {
     "--served-model-name": "tiny",
     "--tensor-parallel-size": "2",
 }
-OWN = ("--kv-policy", "--kv-budget", "--kv-interval")
+OWN = ("--kv-policy", "--kv-budget", "--kv-interval", "--kv-events")
 STOCK = [word for flag in FLAGS.items() if flag[0] not in OWN for word in flag]
 STOCK.append("--enforce-eager")
 END_SECONDS = 300

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.serve, pytest.mark.slow]
 BUDGET, INTERVAL = 96, 48
 FLAGS = [
     *("--kv-budget", str(BUDGET), "--kv-interval", str(INTERVAL), "--kv-live"),
+    *("--kv-events", "always"),
     *("--dtype", "float32", "--max-model-len", "1024", "--max-num-seqs", "4"),
     *("--kv-cache-memory-bytes", "8388608", "--enforce-eager"),
     *("--served-model-name", "tiny"),

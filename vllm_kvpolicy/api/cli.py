@@ -24,8 +24,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the argument group; what is not given leaves no attribute."""
     group = parser.add_argument_group(
         title="KVPolicy",
-        description="Keep a bounded part of every request's KV cache and return the "
-        "freed memory to the scheduler. All numbers are tokens per KV head.",
+        description="Drop the least important part of requests' KV cache and return "
+        "the memory to the scheduler. All numbers are tokens per KV head.",
     )
     group.add_argument(
         "--kv-policy",

@@ -19,7 +19,7 @@ from vllm_kvpolicy.commands.outputs import table
 from vllm_kvpolicy.commands.verify_server import Server
 from vllm_kvpolicy.commands.verify_server import checks as checks_of_server
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.config_keys import ALWAYS, MOST
+from vllm_kvpolicy.config_keys import ALWAYS, AUTO, MOST, PRESSURE
 from vllm_kvpolicy.kernels import preferences
 
 OWN = "vllm-kvpolicy"
@@ -87,11 +87,12 @@ def _of_server(given: argparse.Namespace) -> tuple[Lines, Iterator[Check]]:
 
 def _config(flags: Mapping[str, Any]) -> KVPolicyConfig:
     """Return the policy to check: small numbers, where flags do not say otherwise."""
-    if flags.get("events", ALWAYS) != ALWAYS:
-        raise ValueError(
-            f"--kv-events: got {flags['events']}, expected {ALWAYS}: the checks are of "
-            "events at known positions, which do not depend on the pool"
-        )
+    for key, value in flags.items():
+        if value in (PRESSURE, AUTO) or key == "ceiling":
+            raise ValueError(
+                f"--kv-{key}: got {value}, expected another value or none: the checks "
+                f"are of {ALWAYS!r}, events at positions that the pool does not change"
+            )
     config = KVPolicyConfig.from_dict({"interval": MOST, **DEFAULTS, **flags})
     if "interval" in flags:
         return config

@@ -23,6 +23,8 @@ from vllm_kvpolicy.observe.trace_files import (
 )
 from vllm_kvpolicy.policies.names import parse
 
+FIXED: dict[str, Any] = {"events": ALWAYS}
+"""What tests take for granted: events come at positions that they can name."""
 BLOCK = 32
 POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
 MOVERS = ("identity", "holes")
@@ -194,7 +196,7 @@ def footprint_of(values: dict[str, Any], job: Job) -> Footprint:
         values: the plain form of the server's configuration.
         job: with a policy, the server's or one of its own.
     """
-    config, phase = KVPolicyConfig.from_dict(values), request_phase(job.prompt)
+    config, phase = config_of(values), request_phase(job.prompt)
     config = config.with_request(job.extra_args or {}, BLOCK)
     return config.footprint(len(job.prompt), BLOCK, GROUP_SIZE, phase)
 
@@ -214,6 +216,11 @@ def most_hit(values: dict[str, Any], job: Job) -> int:
     return (last - 1) // BLOCK * BLOCK
 
 
+def config_of(values: dict[str, Any]) -> KVPolicyConfig:
+    """Return the configuration of an engine of this module; see `Engine`."""
+    return KVPolicyConfig.from_dict(FIXED | values)
+
+
 def engine_arguments(
     model: Path,
     policy: dict[str, Any] | None = None,
@@ -225,7 +232,7 @@ def engine_arguments(
     if policy is not None and trace is not None:
         policy = {**policy, "trace_dir": str(trace)}
     if policy is not None:
-        policy = {"events": ALWAYS, **policy}  # at positions that tests can name
+        policy = FIXED | policy
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": "float32",
@@ -247,7 +254,8 @@ class Engine:
 
     Args:
         model: model folder.
-        policy: the plain form of the policy's configuration, None for stock vLLM.
+        policy: the plain form of the policy's configuration, None for stock vLLM;
+            events are at fixed positions unless it says otherwise.
         trace: record events in this folder.
         num_blocks: superblocks in the pool, vLLM's null block included.
         foresees: requests enter by the forecast; otherwise as vLLM lets them in, so

@@ -17,6 +17,7 @@ from typing import Any
 
 PACKAGE = "vllm_kvpolicy"
 FLAGS = ["--kv-policy", "ams-tova", "--kv-budget", "128", "--kv-interval", "64"]
+FLAGS += ["--kv-events", "always"]
 ENGINE = {
     "--dtype": "float32",
     "--max-model-len": "512",

@@ -45,10 +45,12 @@ ENGINE = {
 }
 # Policies that run as where attention is the replay of a graph.
 CAPTURED = ("ams-tova", "hard-snapkv")
-SHARED = ("policy", "policy_config", "budget", "interval", "recent", "prefill_interval")
+SHARED = ("policy", "policy_config", "budget", "interval", "events", "recent")
+SHARED += ("prefill_interval",)
 KV_POLICY = {
     "budget": 48,
     "interval": 16,
+    "events": "always",
     "recent": 8,
     "prefill_interval": 64,
 }

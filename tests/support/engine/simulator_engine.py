@@ -95,8 +95,7 @@ class Scenario:
     pool: int | None = None
 
     def __post_init__(self) -> None:
-        policy = {"events": ALWAYS, **self.policy}  # at positions that tests can name
-        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "policy", {"events": ALWAYS, **self.policy})
 
 
 # Policies whose heads differ in length, by the names that the tests use: shorter

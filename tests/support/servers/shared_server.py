@@ -7,6 +7,7 @@ SETTINGS = f"""
 kv-policy: ams-tova
 kv-budget: {BUDGET}
 kv-interval: {INTERVAL}
+kv-events: always
 dtype: float32
 max-model-len: 2048
 max-num-seqs: 16
