@@ -59,11 +59,10 @@ def test_events_on_call_suit_every_policy_with_a_budget(policy):
 def test_events_have_positions_where_no_budget_could_be_a_floor_or_a_paper_says_so():
     assert config(policy="quest").events == config(policy="holes").events == "always"
     for preset, events in (("default", "pressure"), ("paper", "always")):
-        own = config(policy="ams-tova", policy_config={"preset": preset})
-        assert own.events == events
-    # Of an allowed policy it says nothing.
-    other = config(policy="tova", allow=["ams-tova"], policy_config={"preset": "paper"})
-    assert other.events == "pressure"
+        own = {"interval": 128, "policy_config": {"preset": preset}}
+        assert config(policy="ams-tova", **own).events == events
+        # Of an allowed policy it says nothing.
+        assert config(policy="tova", allow=["ams-tova"], **own).events == "pressure"
 
 
 def test_none_stands_for_the_default():

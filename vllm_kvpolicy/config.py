@@ -158,9 +158,11 @@ class KVPolicyConfig:
         if self.events not in (ALWAYS, PRESSURE):
             got = shown(self.events)
             raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
-        asked = {"events": PRESSURE if self.events == PRESSURE else None}
-        asked |= {"budget": AUTO if self.is_auto else None}
-        asked |= {"ceiling": self.ceiling_tokens}
+        asked: dict[str, Any] = {
+            "events": PRESSURE if self.events == PRESSURE else None,
+            "budget": AUTO if self.is_auto else None,
+            "ceiling": self.ceiling_tokens,
+        }
         for key, value in asked.items():
             if own.info.keeps_all and value is not None:
                 raise ValueError(
