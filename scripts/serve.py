@@ -32,6 +32,11 @@ PIECE = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|(?<![^\s=])\{""", re.DOTALL
 ELSEWHERE = ("--download-dir", "--revision", "--load-format", "--hf-config-path")
 # Keys of a policy that are variables of make, unless they are among ARGS.
 VARIABLES = {"kv_policy": "POLICY", "budget": "BUDGET", "interval": "INTERVAL"}
+# Where ARGS have one of these, they may not go with a budget that the pool decides.
+OWN_EVENTS = (
+    *("--kv-events", "--kv-policy-config", "--kv-recent", "--kv-sinks"),
+    *("--additional-config", "--config"),
+)
 THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 
 HOW_TO_CALL = """
@@ -136,6 +141,23 @@ def cores_here() -> list[int]:
 def has_policy(options: argparse.Namespace) -> bool:
     """Return whether the server gets a policy; `POLICY=none` is stock vLLM."""
     return options.policy not in ("", "none")
+
+
+def choose_budget(options: argparse.Namespace) -> None:
+    """Let the pool decide about the budget, unless BUDGET or ARGS say otherwise.
+
+    Args:
+        options: the parsed command line of this script, with ARGS.
+    """
+    from vllm_kvpolicy.config import KVPolicyConfig
+
+    given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
+    if options.budget or not has_policy(options) or given & {*OWN_EVENTS}:
+        return
+    values = {"policy": options.policy, "interval": MAX_MODEL_TOKENS}
+    with suppress(ValueError):  # no such policy, or one that keeps all or prompts
+        KVPolicyConfig.from_dict({**values, "budget": "auto"})
+        options.budget = "auto"
 
 
 def check_policy(options: argparse.Namespace, device: str) -> None:
@@ -320,7 +342,8 @@ def how_to_call(options: argparse.Namespace, root: str) -> str:
     """
     policy = "no policy"
     if has_policy(options):
-        policy = f"policy {options.policy}, budget {options.budget}"
+        budget = f", budget {options.budget}" if options.budget else ""
+        policy = f"policy {options.policy}{budget}"
     words = HOW_TO_CALL.format(
         root=root,
         url=f"{root}/v1",
@@ -403,6 +426,7 @@ def main() -> int:
             options.model = fetch_pretrained()
         check_model(options.model, options.extra)
         device = choose_lock()
+        choose_budget(options)
         if has_policy(options):
             check_policy(options, device)
         choose_dtype(options, device)

@@ -364,13 +364,15 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
     if config.events == PRESSURE:
         most = vllm_config.scheduler_config.max_num_seqs
+        is_high = fit < most and not config.is_auto
+        advice = "; others wait: a lower --kv-budget, or `auto`, lets more run"
         return (
             f"KV policy {config.policy}: events when the pool runs short, none below "
             f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}; "
             f"the pool of {num_blocks - 1} blocks fits {fit_whole} requests of "
             f"{max_model_len} tokens uncut, {whole} blocks each, and {fit} at their "
             f"floors, {held} blocks each; with {most} at once (--max-num-seqs) nobody "
-            f"is ever cut in a pool of {most * whole} blocks"
+            f"is ever cut in a pool of {most * whole} blocks{advice * is_high}"
         )
     return (
         f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "

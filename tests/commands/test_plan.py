@@ -137,6 +137,13 @@ def test_notes_say_what_a_server_wants_besides(tiny_model: Path, capsys):
     assert "More than 5 at once need a higher --max-num-seqs" in capsys.readouterr().out
 
 
+def test_a_plan_without_a_policy_asks_for_one(tiny_model: Path, capsys):
+    given = words(tiny_model)
+    place = given.index("--kv-policy")
+    assert command.main(given[:place] + given[place + 2 :]) == 2
+    assert "--kv-policy: missing" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

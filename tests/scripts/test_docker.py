@@ -145,6 +145,7 @@ def test_an_image_serves_what_make_serve_does(image: str) -> None:
         ["vllm", "serve"]
     ]
     options = serve.parse(["--host", "0.0.0.0"])
+    serve.choose_budget(options)
     _, _, *words = serve.build_command(options, image)
     assert served(image) == words
     assert (served(image)[0], served(image)[0]) in copied(image)

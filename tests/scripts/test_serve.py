@@ -19,14 +19,16 @@ import serve  # noqa: E402
 
 
 def command(*arguments, device="cpu"):
-    return " ".join(serve.build_command(serve.parse(list(arguments)), device))
+    options = serve.parse(list(arguments))
+    serve.choose_budget(options)
+    return " ".join(serve.build_command(options, device))
 
 
 def test_the_default_is_the_packaged_model_with_a_policy():
     words = command()
     for part in (
         "serve reasoner/checkpoint",
-        "--kv-policy ams-expected --kv-interval 128",
+        "--kv-policy ams-expected --kv-budget auto --kv-interval 128",
         "--port 8000",
         "--served-model-name reasoner",
         "--max-model-len 4096",
@@ -35,6 +37,24 @@ def test_the_default_is_the_packaged_model_with_a_policy():
         "--enforce-eager",
     ):
         assert part in words, part
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_auto"),
+    [
+        (["--policy", "ams-tova", "--", "--kv-live"], True),
+        (["--policy", "ams-tova", "--", "--kv_events", "always"], False),
+        (["--policy", "ams-tova", "--", "--additional-config={}"], False),
+        (["--policy", "rpc"], False),  # keeps prompts
+        (["--policy", "quest"], False),  # keeps all
+        (["--budget", "384"], False),
+    ],
+)
+def test_the_pool_decides_about_the_budget_unless_something_else_is_said(
+    arguments, is_auto
+):
+    assert ("--kv-budget auto" in command(*arguments)) == is_auto
+    assert ("--kv-budget 384" in command(*arguments)) == ("384" in arguments)
 
 
 @pytest.mark.parametrize("is_emulated", [True, False])

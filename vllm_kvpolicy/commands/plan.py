@@ -230,7 +230,12 @@ def main(words: list[str]) -> None:
         ValueError: it cannot be made, with the reason.
     """
     args = _parser().parse_args(words)
-    config = KVPolicyConfig.from_dict(cli.given_values(vars(args)))
+    given = cli.given_values(vars(args))
+    if "policy" not in given:
+        raise ValueError(
+            "--kv-policy: missing, expected the policy to compare stock with"
+        )
+    config = KVPolicyConfig.from_dict(given)
     engine = _engine(args)
     if config.is_auto:
         num_blocks = _pool_blocks(engine, config)
