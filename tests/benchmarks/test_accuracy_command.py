@@ -175,6 +175,9 @@ def test_a_server_that_is_there_already(fake, common, tmp_path):
     assert {body["model"] for body in fake.bodies} == {"other"}
     asked = [body["vllm_xargs"] for body in fake.bodies]
     assert asked.count({"kv_policy": "none"}) == 3
+    fake.floor = 128
+    with pytest.raises(LoadError, match="expected a server with --kv-events always"):
+        command.main([*given, *POLICIES, "--n", "2"])
     fake.has_policies = False
     with pytest.raises(LoadError, match="expected a server with a KV policy"):
         command.main([*given, *POLICIES, "--n", "2"])

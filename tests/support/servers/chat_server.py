@@ -39,6 +39,7 @@ class ChatServer:
             `bad_json`, `no_choices`, `aborted`, `capped`.
         answers: by prompt, texts that differ from the default.
         has_policies: whether /metrics counts events.
+        floor: tokens below which no called event cuts, 0 where none is called.
         says: by prompt, `kv_transfer_params` of the answer.
     """
 
@@ -52,6 +53,7 @@ class ChatServer:
         self.faults = {prompt: list(some) for prompt, some in (faults or {}).items()}
         self.answers = dict(answers or {})
         self.has_policies, self.says = has_policies, dict(says or {})
+        self.floor = 0
         self.tries: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.at_once = self.most_at_once = 0
@@ -117,6 +119,7 @@ class ChatServer:
             block_steps=30 * count,
             peak_blocks=4 * count,
         )
+        text += f"kvpolicy_floor_tokens {self.floor}\n"
         return web.Response(text=text if self.has_policies else "")
 
 
