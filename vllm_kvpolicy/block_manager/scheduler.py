@@ -385,9 +385,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             names = scheduler_output.scheduled_cached_reqs.req_ids
             dropped = self.kv_policy_planner.dropped_tokens(names)
             scheduler_output.kv_policy_dropped = dropped
-        self.kv_policy_entry.finish_step(
-            scheduler_output.num_scheduled_tokens, has_events=bool(commands.events)
-        )
+        self.kv_policy_entry.finish_step(scheduler_output.num_scheduled_tokens)
         super()._update_after_schedule(scheduler_output)
         if self.kv_policy_snapshots is not None:
             self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
