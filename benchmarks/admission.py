@@ -106,12 +106,7 @@ def servers_of(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def asked_of(args: argparse.Namespace, number: int) -> list[Asked]:
-    """Return the requests of a round; no two rounds share a problem.
-
-    Args:
-        args: the parsed command line.
-        number: the round, from 0.
-    """
+    """Return the requests of a round; no two rounds share a problem."""
     last = (number + 1) * args.problems
     by_task = [questions_of(task, last, args.seed, Path()) for task in args.tasks]
     # The tasks take turns, so that short and long answers start together.
@@ -127,8 +122,6 @@ def measure(server: Server, asked: Sequence[Asked], max_tokens: int) -> Row:
 
     Args:
         server: healthy and idle.
-        asked: requests of a round.
-        max_tokens: of an answer.
 
     Raises:
         LoadError: a request failed, or blocks stay in use.
@@ -165,7 +158,6 @@ def figures(
     """Return the columns of a round.
 
     Args:
-        lines: its answers.
         seconds: from the first request to the last answer.
         samples: /metrics in order: before, during and after the round.
 

@@ -33,8 +33,6 @@ class CachingScenario:
         policies: names for `--kv-policy`; each has a server for every share.
         pairs: timed rounds.
         output_tokens: forced length of each output, thinking included.
-        budget: `--kv-budget`.
-        interval: `--kv-interval`.
         shares: usable blocks / blocks that all requests at once need at full length if
             they share none.
         block_size: tokens per block, for policies and stock.
@@ -94,10 +92,6 @@ class CachingScenario:
     ) -> dict[str, list[str]]:
         """Return server name -> arguments of `vllm serve`; policies come first.
 
-        Args:
-            model: folder of the model.
-            workload: the requests.
-
         Raises:
             ValueError: a request is too long for the model or the smallest pool.
         """
@@ -134,10 +128,7 @@ class CachingScenario:
         """Return what all servers of one share have in common.
 
         Args:
-            model: folder of the model.
-            workload: the requests.
             blocks: of the pool, vLLM's null block included.
-            max_model_len: tokens.
         """
         return EngineSettings(
             model=str(model),
@@ -195,10 +186,7 @@ class Prefixes(CachingScenario):
     """Many requests with few prefixes.
 
     Attributes:
-        prefixes: different ones in a round.
-        prefix_tokens: length of each.
         suffix_tokens: of a prompt, behind its prefix.
-        requests: of a round.
         at_once: most of them in flight.
     """
 
@@ -214,9 +202,6 @@ class Prefixes(CachingScenario):
 
     def workload(self, model: Path) -> SharedPrefixes:
         """Return the requests.
-
-        Args:
-            model: folder of the model.
 
         Raises:
             ValueError: a prefix would be without a request.
@@ -243,10 +228,6 @@ class Turns(CachingScenario):
     """Conversations with a model that thinks before it answers.
 
     Attributes:
-        conversations: held at once.
-        turns: of each.
-        first_tokens: the first prompt.
-        message_tokens: each later message of the user.
         thinking_tokens: first part of each output, which later prompts leave out.
     """
 
@@ -263,9 +244,6 @@ class Turns(CachingScenario):
 
     def workload(self, model: Path) -> Conversations:
         """Return the requests.
-
-        Args:
-            model: folder of the model.
 
         Raises:
             ValueError: there is no later turn, or no answer behind the thinking.

@@ -32,7 +32,6 @@ def measure(server: Server, workload: Requests, round_number: int) -> Row:
 
     Args:
         server: healthy and idle.
-        workload: the requests.
         round_number: seeds the contents of the prompts.
 
     Returns:
@@ -55,7 +54,6 @@ def figures(
     """Return the columns of one round; None for figures that a server does not have.
 
     Args:
-        completions: all requests of the round.
         samples: /metrics while they ran.
         before: /metrics before the first.
         after: /metrics after the last.
@@ -158,8 +156,6 @@ def ratios_to(
     Args:
         rows: server -> one row per pair.
         comparisons: policy and baseline of each ratio.
-        columns: to compare.
-        seed: for the intervals.
     """
     return {
         f"{policy} / {baseline}": {

@@ -113,11 +113,7 @@ class Scarce(CachingScenario):
         return []
 
     def workload(self, model: Path) -> SharedPrefixes:
-        """Return the requests: as many prefixes, and nothing behind them.
-
-        Args:
-            model: folder of the model.
-        """
+        """Return the requests: as many prefixes, and nothing behind them."""
         return SharedPrefixes(
             token_ids=ordinary_token_ids(model),
             prefixes=self.requests,

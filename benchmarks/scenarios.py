@@ -33,16 +33,10 @@ class Scenario:
     Attributes:
         name: `pressure`, `ragged` or `neutral`.
         policies: names for `--kv-policy`; each has a server of that name.
-        pairs: timed rounds.
-        requests: number sent at once in each round.
         output_tokens: forced length of each output.
         budget: `--kv-budget`; None for a budget that is never reached.
-        interval: `--kv-interval`.
         pool_share: usable blocks / blocks that stock needs for all at full length.
         block_size: tokens per block, for policies and stock.
-        max_model_len: the same for all servers.
-        max_num_seqs: the same for all servers.
-        seed: for lengths and contents.
         baselines: servers that all policies are compared with. What stock with room for
             everything (`ample`) reaches is the ceiling of a policy that costs nothing.
     """
@@ -82,9 +76,6 @@ class Scenario:
 
     def workload(self, model: Path) -> Workload:
         """Return the requests.
-
-        Args:
-            model: folder of the model.
 
         Raises:
             ValueError: a request is longer than `max_model_len`.

@@ -39,11 +39,9 @@ class EngineSettings:
     """Settings that all servers of a comparison share.
 
     Attributes:
-        model: folder of the model.
         max_model_len: longest request, in tokens, prompt and output together.
         max_num_seqs: most requests in one engine step; None for vLLM's default.
         kv_cache_bytes: memory for the KV cache.
-        seed: vLLM's seed.
         dtype: of weights, keys and values.
     """
 
@@ -76,7 +74,6 @@ class Server:
     """A running server.
 
     Attributes:
-        name: the server's name in tables.
         arguments: arguments of `vllm serve` without the port.
         url: root of its HTTP interface.
         log: file with its standard output and error.
@@ -163,9 +160,6 @@ def start(
     From then on SIGTERM ends this program like Ctrl-C, so that it stops its servers.
 
     Args:
-        name: of the server and its log file.
-        arguments: arguments of `vllm serve`.
-        log_folder: existing folder for the log.
         environment: variables beside those of this program and ENVIRONMENT.
     """
     if threading.current_thread() is threading.main_thread():
@@ -195,8 +189,6 @@ def running(
     """Start several servers together and stop them all at the end.
 
     Args:
-        arguments: server name -> arguments of `vllm serve`.
-        log_folder: existing folder for the logs.
         failures: gets the name of each server that does not start, and why; None if
             all must start.
         environment: as `start` has it, of each.

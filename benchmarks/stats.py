@@ -25,9 +25,6 @@ class Ratio:
     """The median of paired ratios with its bootstrap interval.
 
     Attributes:
-        median: median of the ratios.
-        low: lower end of the interval.
-        high: upper end of the interval.
         ratios: one per pair.
     """
 
@@ -39,13 +36,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its bootstrap interval.
-
-    Attributes:
-        mean: of the values.
-        low: lower end of the interval.
-        high: upper end of the interval.
-    """
+    """A mean with its bootstrap interval."""
 
     mean: float
     low: float
@@ -145,7 +136,6 @@ def median_ratio(
     Args:
         ours: one value per pair.
         theirs: divides the value of the same pair.
-        seed: for the resampling.
     """
     ratios = paired_ratios(ours, theirs)
     medians = np.median(np.asarray(ratios)[_picks(len(ratios), seed)], axis=1)
@@ -158,7 +148,6 @@ def estimate_mean(values: Sequence[float], seed: int = 0) -> Estimate:
 
     Args:
         values: one per question. Equal ones give an interval of no width.
-        seed: for the resampling.
 
     Raises:
         ValueError: no values.
@@ -183,7 +172,6 @@ def estimate_difference(
     Args:
         ours: one value per pair.
         theirs: subtracted from the value of the same pair.
-        seed: for resampling and flips.
 
     Raises:
         ValueError: no pairs, or unequal numbers of values.

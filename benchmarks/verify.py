@@ -33,8 +33,6 @@ def verify(
     """Check the servers of a scenario.
 
     Args:
-        scenario: the scenario that they were started for.
-        workload: its requests.
         servers: by name; with AMPLE if the scenario is pressed.
 
     Returns:

@@ -17,8 +17,6 @@ def make_batch(
     """Generates one batch of problems as long as the first, none of them held out.
 
     Args:
-        family: generator name.
-        lines: size of each problem.
         budget_tokens: upper bound on rows * length, at least one row.
         first_seed: seed of the first row, the others follow.
 

@@ -57,7 +57,6 @@ class CacheRule:
         Args:
             rows: batch size B.
             held: tokens up to and including the querying one, T.
-            prompt_tokens: length of the prompt.
 
         Returns:
             [B, 1, 1, T] bool, True where attention is allowed.
@@ -75,8 +74,6 @@ class Task:
     """What one row of the report measures.
 
     Attributes:
-        family: generator name.
-        lines: problem size.
         template: index into ``problems.TEMPLATES``.
         kind: ``trained``, ``longer``, ``template`` (both held out), or ``asked``.
     """
@@ -120,8 +117,6 @@ class Score:
     """Accuracy on one family and size.
 
     Attributes:
-        family: generator name.
-        lines: problem size.
         prompt_tokens: tokens of a prompt, template included.
         trace_tokens: tokens of the longest trace.
         problems: how many were tried.
@@ -129,7 +124,6 @@ class Score:
         exact: how many had the right trace, token for token.
         low: lower end of the 95 % Wilson interval of the accuracy.
         high: upper end.
-        seconds: wall-clock time.
         template: index into ``problems.TEMPLATES``.
         kind: see ``Task``.
     """
@@ -155,9 +149,7 @@ def decode(
     """Generates greedily until every row has ended.
 
     Args:
-        model: causal language model in eval mode.
         prompts: [B, P] int64, rows of equal length.
-        limit: most tokens to generate.
         rule: which cached tokens a generated one may attend to.
 
     Returns:
@@ -207,8 +199,6 @@ def score(
     """Measures the accuracy on problems of one family and size.
 
     Args:
-        model: causal language model in eval mode.
-        tokenizer: its tokenizer.
         problems: non-empty, with prompts of equal length in tokens.
         rule: the cache to simulate.
         batch_rows: problems decoded at once.

@@ -42,7 +42,6 @@ def training_attention(module, query, key, value, mask, scaling, **_):
         key: [B, H, T, D].
         value: [B, H, T, D].
         mask: unused, rows are never padded.
-        scaling: factor on the scores.
 
     Returns:
         Output [B, T, Hq, D] and None for the weights.
@@ -157,10 +156,7 @@ def train_step(
     """Runs one step, shared among all processes, and updates the progress.
 
     Args:
-        model: trained in place.
-        optimizers: of the model's parameters.
         progress: the same in all processes, before and after.
-        args: the command line.
         spent: seconds that the step before took in this process.
 
     Returns:

@@ -30,7 +30,6 @@ def read_lines(path: Path, keys: Sequence[str] = TRACE_KEYS) -> list[dict[str, A
     """Read a file with one JSON object per line.
 
     Args:
-        path: the file.
         keys: required keys of each object.
 
     Raises:

@@ -118,9 +118,7 @@ def collect(
     """Answer problems and yield a trace with the steps of each answer.
 
     Args:
-        engine: see `start_engine`.
         problems: with `problem` and `ground_truth`; other keys are copied to the trace.
-        max_tokens: most tokens of an answer.
     """
     num_layers = engine.model_config.hf_text_config.num_hidden_layers
     (reader,) = engine.apply_model(partial(StepReader, num_layers=num_layers))
@@ -234,8 +232,6 @@ def label(
     Args:
         trace: a trace with its `ground_truth`.
         pieces: text of each of its tokens.
-        windows: the spans to overwrite.
-        complete: the model.
 
     Returns:
         The trace with `importance`, and with `label_stats`: counts behind the labels.
@@ -268,13 +264,6 @@ def label_all(
     complete: Continue,
 ) -> int:
     """Label the correctly answered traces that are not in the file yet.
-
-    Args:
-        traces: in any order.
-        output: file that labelled traces are appended to, one by one.
-        windows: the spans to overwrite.
-        pieces_of: returns the text of each token.
-        complete: the model.
 
     Returns:
         The number of traces labelled in this call.

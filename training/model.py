@@ -39,7 +39,6 @@ class Student(ABC):
         """Return a layer's queries and what `bias` needs to know about its keys.
 
         Args:
-            layer: its index.
             query: [B, Hq, T, D], after RoPE.
             key: [B, H, T, D], after RoPE.
 
@@ -113,7 +112,6 @@ def attention(
         key: [B, H, T, D], after RoPE.
         value: [B, H, T, D].
         attention_mask: None.
-        scaling: factor on the logits.
         student: the keyword argument of that name of the model's forward.
 
     Returns:

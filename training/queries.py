@@ -118,7 +118,6 @@ class QueryReader:
 
     Args:
         model: a model of vLLM that runs eagerly, all of it in this process.
-        statistics: receives the queries.
 
     Attributes:
         layers: the attention layers in model order.
@@ -213,9 +212,7 @@ def calibrate(
 
     Args:
         kind: "triattention" or "qfilter".
-        model: folder or name, as for vLLM.
         tokens: token ids of a text.
-        engine_args: further arguments of vLLM's engine, such as `dtype`.
 
     Raises:
         ValueError: a model whose queries the hooks cannot see.

@@ -48,8 +48,6 @@ def render(messages: Sequence[Message], tokenizer: Any, prompt: bool) -> torch.T
     """Return the ids [T] int64 of a conversation.
 
     Args:
-        messages: its turns.
-        tokenizer: from transformers, with a chat template.
         prompt: end with the start of an answer.
 
     Raises:
@@ -62,10 +60,6 @@ def answers(messages: Sequence[Message], tokenizer: Any) -> torch.Tensor:
     """Return which tokens of `render(messages, tokenizer, False)` are the assistant's.
 
     An answer ends with its turn: the tokens that close it are the assistant's too.
-
-    Args:
-        messages: the turns of a conversation.
-        tokenizer: from transformers, with a chat template.
 
     Returns:
         [T] bool.
@@ -225,7 +219,6 @@ def read_rows(path: Path, maker: Maker, num_validation: int) -> Rows:
 
     Args:
         path: the file, UTF-8.
-        maker: makes rows.
         num_validation: rows for validation.
 
     Raises:
@@ -306,9 +299,6 @@ def read_reasoner(
 
     Args:
         model: its checkpoint folder.
-        tokenizer: the model's own, from transformers.
-        length: most tokens of a row; longer ones are skipped.
-        num_validation: rows for validation.
 
     Raises:
         ValueError: a model that the reasoner's trainer did not make, or no problem that

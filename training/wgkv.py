@@ -84,10 +84,7 @@ class Gating(Student):
     """The gating of one forward pass, and its gate values.
 
     Args:
-        weights: gates of all layers.
-        rope: the model's rotary embedding.
         window: tokens that every query sees, itself included.
-        sinks: first tokens that every query sees.
         threshold: None weights keys by their gates, as in training; a number hides
             keys whose gate is not above it, as in a server.
         values: gates by layer, [B, H, T] float32, written during the pass.
@@ -230,11 +227,8 @@ def train(
     """Train gates to the end, starting from the state file if there is one.
 
     Args:
-        base: the frozen model.
         rows: in the same order each time; see `Run.take`.
-        settings: settings of the run.
         state: state file; kept when the run is done.
-        save_steps: steps between two saves.
 
     Raises:
         ValueError: see `Run.take`.
@@ -282,11 +276,7 @@ def measure(
     """Measure gates on validation rows.
 
     Args:
-        base: the frozen model.
         rows: at least one.
-        weights: the gates.
-        window: tokens that every query sees, itself included.
-        sinks: first tokens, always kept.
         threshold: tokens with a gate above this are kept.
     """
 

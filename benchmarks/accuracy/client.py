@@ -40,7 +40,6 @@ class Asked:
 
     Attributes:
         key: fields that name the output line.
-        question: the question.
         sample: number of the answer among several to the same question.
         extra: `vllm_xargs`, or None.
     """
@@ -64,7 +63,6 @@ class Client:
         max_tokens: most tokens of an answer; None for each question's limit.
         max_failures: problems that may fail before the run stops.
         model: the server's name of the model.
-        equal: see `scoring.judge`.
     """
 
     concurrency: int = 16
@@ -173,9 +171,7 @@ class Client:
         """Send all requests, `concurrency` at a time.
 
         Args:
-            url: root of the server.
             wanted: requests, sent in this order.
-            write: called with each output line.
             failures: those of earlier calls count, too; new ones are added.
 
         Returns:

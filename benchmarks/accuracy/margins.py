@@ -44,8 +44,6 @@ def front(
 
     Args:
         rows: with known costs, in any order.
-        cost: key of the cost.
-        measure: key of the share right.
     """
     best, kept = 0.0, []
     for row in sorted(rows, key=lambda row: (row[cost], -row[measure])):

@@ -39,8 +39,6 @@ def measure(
     Args:
         url: root of a server without other clients.
         place: see `place_of`.
-        clients: most requests at once.
-        ask: sends the requests and returns the answers.
 
     Returns:
         The fields of PLACE_FIELDS; `answers`, `output_tokens`, of those; `seconds`,
@@ -69,7 +67,6 @@ def figures(batches: Sequence[Line], block_size: int) -> dict[str, Any]:
 
     Args:
         batches: at least one, of one policy; of one task or of all.
-        block_size: tokens per block.
 
     Returns:
         `answers`: those that batches have; `clients`: most requests at once; `tok_s`:

@@ -26,9 +26,6 @@ Scores = Mapping[str, float]
 def scores_of(line: Line) -> Scores | None:
     """Return the partial scores of an answer.
 
-    Args:
-        line: line of an output file.
-
     Returns:
         `prefix`: characters of the right trace before the first that the answer has
         otherwise, over its length; `lines`: share of the trace's lines that the answer

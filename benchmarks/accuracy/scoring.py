@@ -40,8 +40,6 @@ def judge(
     """Score an answer.
 
     Args:
-        question: the question.
-        text: the model's output.
         is_whole: the model ended the answer; False if a limit did.
         equal: compares LaTeX answers that are not plainly equal; None: they differ.
     """

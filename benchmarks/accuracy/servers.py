@@ -154,8 +154,6 @@ def extra_of(policy: str, setup: Setup, is_given: bool) -> dict[str, Any] | None
     """Return the `vllm_xargs` of a request.
 
     Args:
-        policy: policy of the request.
-        setup: the server.
         is_given: whether the server is that of `--url`.
     """
     if policy == FULL:

@@ -32,7 +32,6 @@ def summarise(
 
     Args:
         lines: lines of output files, each answer once.
-        settings: settings of those files.
         batches: what servers measured, from the same files.
 
     Returns:

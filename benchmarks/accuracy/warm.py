@@ -54,10 +54,7 @@ def ask(
     """Ask what the file of a state lacks.
 
     Args:
-        args: the parsed command line.
-        client: sends the requests.
         state: one of STATES.
-        logs: folder for the servers' logs.
 
     Returns:
         The answers; per policy and task, `hit_tokens` of the prompts; and a sentence
@@ -102,8 +99,6 @@ def compare(
     """Return a row per policy, budget and interval.
 
     Args:
-        cold: answers without the cache.
-        warm: answers with it.
         batches: `hit_tokens` of the latter.
     """
     plain = {results.key_of(line): line for line in cold}

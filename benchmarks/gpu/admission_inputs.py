@@ -14,8 +14,6 @@ def make_until_attention(size: Size, draw: Draw, queries: int = 1) -> Arguments:
     """Rows of one layer; every other one in ten has no query.
 
     Args:
-        size: of the event.
-        draw: random numbers.
         queries: of a row, at most.
     """
     rows, width = size.events * size.heads, size.row_pages
@@ -73,8 +71,6 @@ def make_paged_gates(size: Size, draw: Draw, paged: Arguments) -> Arguments:
     """Gates of the newest tokens of each row.
 
     Args:
-        size: of the event.
-        draw: random numbers.
         paged: keys and lengths, on the device; see `kernel_inputs.paged_keys`.
     """
     lengths = paged["lengths"][..., None]

@@ -29,14 +29,9 @@ class Decode(Part):
     """What is measured.
 
     Args:
-        contexts: prompt lengths.
         batch: requests.
-        budget: of the policy.
-        interval: of the policy.
-        prefill_interval: of the policy.
         steps: timed by the host's clock.
         profiled: further steps, timed by kernel.
-        limit_s: most seconds of one measurement.
         engines: measured in turn.
     """
 

@@ -36,12 +36,8 @@ class Events(Part):
     Args:
         policies: served by one engine.
         intervals: tokens between events; the first is the server's.
-        requests: sent at once.
         prompt_tokens: of each, so long that the prompt's end is an event.
         output_tokens: of each, forced.
-        budget: of the policies.
-        rounds: of everything.
-        limit_s: most seconds of one measurement.
     """
 
     policies: tuple[str, ...] = (POLICY, "snapkv", "keydiff", "streaming")

@@ -73,10 +73,8 @@ def outputs(
     """Run an implementation; return everything that the contract specifies.
 
     Args:
-        operation: what to run.
         which: one of dispatch.IMPLEMENTATIONS.
         arguments: of the call; some are changed.
-        poison: see `poisoned`.
     """
     call = operation.implementation(which)
     if poison:
@@ -175,9 +173,6 @@ def check_operation(
 
     Args:
         label: one of kernel_inputs.MAKERS.
-        size: of the event.
-        seed: of the numbers.
-        device: where the implementations run.
         twins: some of dispatch.IMPLEMENTATIONS.
         beside: where numbers are drawn and the reference runs.
 

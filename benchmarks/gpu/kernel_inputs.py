@@ -247,7 +247,6 @@ def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Argument
 
     Args:
         size: survivors per row are its budget.
-        draw: random numbers.
         loyalty: share of pages that stay where they are in their row's list.
     """
     numbers, before = pool(size, draw)
@@ -367,9 +366,7 @@ def make(
 
     Args:
         label: one of MAKERS.
-        size: of the event.
         seed: the same one gives the same numbers on every device.
-        device: where tensors go.
         source: where they are drawn.
     """
     with source:

@@ -40,12 +40,7 @@ def implementations(label: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Kernels(Part):
-    """What is measured.
-
-    Args:
-        sizes: of events, by name.
-        repeats: of each call.
-    """
+    """What is measured."""
 
     sizes: Mapping[str, Size] = field(default_factory=lambda: SIZES)
     repeats: int = 100

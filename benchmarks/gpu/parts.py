@@ -24,7 +24,6 @@ class Options:
 
     Args:
         model: one of models.SHAPES; `tiny` goes with sizes that a CPU can do.
-        folder: for model folders.
         seconds: after which nothing new is begun.
     """
 
@@ -64,10 +63,7 @@ class Options:
         """Measure what the record lacks, if there is time for it.
 
         Args:
-            record: gets it.
-            name: of the measurement.
             limit_s: the most seconds that it may take.
-            call: returns it.
         """
         if name in record.cells or not self.has_time(limit_s):
             return
@@ -93,9 +89,6 @@ class Verdict:
     """A number beside its target.
 
     Args:
-        name: what it is.
-        value: the number.
-        target: what it should be.
         at_most: the target is an upper limit.
     """
 

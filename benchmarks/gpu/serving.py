@@ -52,11 +52,9 @@ class Load:
     """Requests that are sent at once, and the pool that they get.
 
     Args:
-        requests: how many.
         prompt_tokens: of each.
         output_tokens: of each, forced.
         share: size of the pool.
-        budget: of the policies.
         limit_s: most seconds of one measurement; longer ones are cut off, and say so.
     """
 
@@ -98,8 +96,6 @@ class Contest(Part):
     """Engines that get the same requests.
 
     Args:
-        loads: in turn.
-        engines: names.
         interval: tokens between two events.
         rounds: of everything, with new prompts.
     """

@@ -39,10 +39,7 @@ def measure(
     Entry i is the loss of token i + 1, which the token at position i predicts.
 
     Args:
-        asker: an engine.
         policy: one of its policies, or FULL.
-        budget: tokens per KV head.
-        texts: what to predict.
     """
     found = predictions(asker, [text.token_ids for text in texts], policy, budget, 0)
     return [
@@ -64,8 +61,6 @@ def figures(losses: np.ndarray, budget: int, interval: int) -> dict[str, Any]:
 
     Args:
         losses: [tokens - 1], nats, see `measure`.
-        budget: tokens per KV head.
-        interval: tokens between events.
 
     Returns:
         `loss`: mean from the first event on; `places`: the same for each of PLACES

@@ -60,10 +60,6 @@ def of_files(
 ) -> dict[str, Any]:
     """Return the record of output files with equal settings.
 
-    Args:
-        paths: output files.
-        module: that runs.
-
     Returns:
         `provenance`, `settings`; `items`: part -> id -> kind; and `rows`, see
         `rows_of`, whose figures are in the order of the items.

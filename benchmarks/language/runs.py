@@ -71,8 +71,6 @@ def run(
 
     Args:
         policies: `NAME` or `NAME:VARIANT`.
-        settings: of all engines.
-        work: what there is to do.
         out: output file; None only says what is missing.
     """
     engines = engines_of(policies, settings.intervals)

@@ -127,9 +127,7 @@ def problems(
     Args:
         task: one of TASKS.
         length: tokens of the text, the token before all texts included.
-        count: problems.
         seed: SELECTION_SEED, SEED, or another.
-        encode: text -> token ids.
         texts: all of `texts.read_texts`, of at least PIECE tokens; problems are made of
             the books.
 
@@ -215,10 +213,7 @@ def measure(
     """Return what was predicted for each problem's answers.
 
     Args:
-        asker: an engine.
         policy: one of its policies, or FULL.
-        budget: tokens per KV head.
-        items: the problems.
     """
     prompts = [problem.token_ids for problem in items]
     found = predictions(asker, prompts, policy, budget, 1)
@@ -249,11 +244,6 @@ def _answered(problem: Problem, entries: Sequence[Mapping[int, float]]) -> Answe
 
 def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
     """Return what is kept of the answers.
-
-    Args:
-        answered: see `measure`.
-        budget: tokens per KV head.
-        interval: tokens between events.
 
     Returns:
         `right`: share of the answers; `loss`: their mean, nats.

@@ -206,7 +206,6 @@ def keep_facts(args: argparse.Namespace, **more: Any) -> None:
     """Store facts that output files lack, and write the record.
 
     Args:
-        args: our own options.
         more: facts in addition to the provenance.
     """
     known = facts.read(args.folder)

@@ -89,9 +89,6 @@ PRESSES = {
 def rows_of(policies: list[str]) -> list[str]:
     """Return the rows of policies: as shipped, and sorted if that can differ.
 
-    Args:
-        policies: our names.
-
     Raises:
         ValueError: kvpress has no press for one of them.
     """

@@ -37,8 +37,6 @@ def wanted_of(
     """Return the missing rounds, by server, policy and concurrency.
 
     Args:
-        args: of the harness.
-        questions: by task.
         done: keys of existing lines, by concurrency.
     """
     wanted: dict[Setup, Rounds] = {}
@@ -71,13 +69,6 @@ def measure(
     logs: Path,
 ) -> list[str]:
     """Run the rounds and write their lines.
-
-    Args:
-        args: of the harness.
-        wanted: see `wanted_of`.
-        files: output files.
-        equal: see `scoring.judge`.
-        logs: folder for the servers' logs.
 
     Returns:
         A sentence per problem that failed.

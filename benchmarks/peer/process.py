@@ -69,9 +69,6 @@ class Worker:
 def command(python: Path) -> list[str]:
     """Return the command line that starts the worker.
 
-    Args:
-        python: interpreter of the peer's environment.
-
     Raises:
         PeerError: it does not exist.
     """

@@ -58,8 +58,6 @@ def peer_part(
     """Return the peer's part of the record.
 
     Args:
-        lines: of its output file.
-        settings: of that file.
         refused: see `facts.merged`.
 
     Returns:

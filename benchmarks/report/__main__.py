@@ -107,9 +107,7 @@ def draw(
 
     Args:
         paths: written by `merge` or `trace`.
-        output: folder for the PNGs; made if missing.
         about: model and task as captions name them.
-        score: what figures of answers show, one of `records.SCORES`.
 
     Raises:
         ValueError: a file of another kind or without the score, a policy that two
@@ -145,8 +143,6 @@ def pages(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
     """Write the tables of pages and return the pages that changed.
 
     Args:
-        paths: Markdown.
-        folder: folder of result files.
         is_check: whether to write nothing.
     """
     changed = []

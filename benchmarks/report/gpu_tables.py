@@ -16,7 +16,6 @@ def by_part(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `part`, one of `benchmarks.gpu`, or `targets`, several of them.
-        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`.
@@ -52,7 +51,6 @@ def checks(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`, of `python -m benchmarks.gpu check`.
-        folder: folder of the file.
 
     Raises:
         ValueError: see `tables.fill`.

@@ -19,7 +19,6 @@ def side_by_side(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-        folder: folder of the file.
 
     Raises:
         ValueError: see `tables.fill`.
@@ -44,7 +43,6 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-        folder: folder of the file.
 
     Raises:
         ValueError: see `tables.fill`.

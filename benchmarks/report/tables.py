@@ -59,10 +59,6 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
 def fill(text: str, folder: Path) -> str:
     """Return a document with all tables updated.
 
-    Args:
-        text: the document.
-        folder: folder of result files.
-
     Raises:
         ValueError: an invalid description or file, or a row that no file has.
     """

@@ -52,10 +52,8 @@ def by_votes(
     length, size the width.
 
     Args:
-        votes: votes of a summary.
         styles: styles of methods.
         cost: a key of COSTS.
-        setting: first sentence of the caption.
         measure: a key of MEASURES.
     """
     families, ratios = families_of(votes), _ratios(votes)

@@ -82,13 +82,7 @@ class Ask:
 
 
 def draw_wave(seed: int, number: int, count: int) -> list[Ask]:
-    """Return the requests of a wave.
-
-    Args:
-        seed: of the soak.
-        number: of the wave, from 0.
-        count: of requests.
-    """
+    """Return the requests of a wave."""
     rng = random.Random(f"{seed}/wave/{number}")
     makers = [maker for maker, weight in MAKERS for _ in range(weight)]
     return [_finish(rng, rng.choice(makers)(rng)) for _ in range(count)]

@@ -74,7 +74,6 @@ class BrokenPromise(Exception):
     """The first promise that did not hold.
 
     Attributes:
-        promise: which.
         what: what was seen instead, one line.
     """
 
@@ -97,8 +96,6 @@ class Ledger:
         """Count a check.
 
         Args:
-            promise: that is checked.
-            holds: whether it was kept.
             what: what was seen, for the message.
 
         Raises:

@@ -34,10 +34,6 @@ class Outcome:
 async def play(url: str, wave: Sequence[Ask]) -> list[Outcome]:
     """Send the requests of a wave, AT_ONCE at a time.
 
-    Args:
-        url: root of the server.
-        wave: the requests.
-
     Returns:
         Outcomes in the order of the requests.
     """
@@ -75,11 +71,6 @@ async def post(session: aiohttp.ClientSession, ask: Ask) -> Outcome:
 
 def judge(ask: Ask, outcome: Outcome, ledger: Ledger) -> None:
     """Check what a request got.
-
-    Args:
-        ask: the request.
-        outcome: what became of it.
-        ledger: counts the checks.
 
     Raises:
         BrokenPromise: it should have got something else.

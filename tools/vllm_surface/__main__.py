@@ -43,7 +43,6 @@ def scan(version: str, look: Look) -> list[Finding]:
 
     Args:
         version: of the release, "0.33.0".
-        look: looks a row up in it.
     """
     every = [*rows.rows(), *rows.imports()]
     if compat.minor_release(version) != compat.TESTED_VLLM:

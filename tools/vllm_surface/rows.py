@@ -47,7 +47,6 @@ class Finding:
     """What a release has for a row.
 
     Args:
-        row: what we rely on.
         found: what `Look` returned.
         state: of `STATES`.
         is_known: the same, or as `compat.RELEASES` says.
@@ -111,8 +110,6 @@ def judge(row: Row, found: str | None, version: str) -> Finding:
     """Return how what a release has compares with a row.
 
     Args:
-        row: what we rely on.
-        found: what the release has for it.
         version: of the release, "0.33.0".
     """
     if found is None:

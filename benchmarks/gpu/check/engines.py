@@ -269,8 +269,6 @@ def check_policies(checks: Any, where: Where, folder: Path | None = None) -> Non
     """Real policies run side by side, give blocks back, and survive preemptions.
 
     Args:
-        checks: a runner.Checks.
-        where: what engines run on.
         folder: for files that the policies read.
     """
     jobs = one_of_each(where.policies, where.policy_tokens)

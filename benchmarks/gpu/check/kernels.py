@@ -50,9 +50,7 @@ def check_twins(
     """Check implementations of every operation, those that it has.
 
     Args:
-        checks: a runner.Checks.
         twins: some of dispatch.IMPLEMENTATIONS.
-        device: where they run.
         small: sizes by name, for the reference on the CPU.
         real: sizes by name; only operations that read or write a pool run at FAR.
     """
