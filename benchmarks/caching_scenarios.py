@@ -149,10 +149,7 @@ class CachingScenario:
         return {}
 
     def pool(
-        self,
-        workload: SharedPrefixes | Conversations,
-        share: float,
-        max_model_len: int,
+        self, workload: SharedPrefixes | Conversations, share: float, max_model_len: int
     ) -> int:
         """Return the number of blocks of a pool, vLLM's null block included.
 

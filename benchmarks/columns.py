@@ -38,12 +38,7 @@ TABLE_COLUMNS = {
 """Column -> how its median over the rounds is printed."""
 
 PREFIX_TTFT = ("ttft_ms", "ttft_p99_ms")
-TURN_TTFT = (
-    "ttft_first_ms",
-    "ttft_first_p99_ms",
-    "ttft_later_ms",
-    "ttft_later_p99_ms",
-)
+TURN_TTFT = ("ttft_first_ms", "ttft_first_p99_ms", "ttft_later_ms", "ttft_later_p99_ms")
 _LOAD_COLUMNS = {
     "tpot_ms": ".2f",
     "itl_p99_ms": ".2f",

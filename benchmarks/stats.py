@@ -86,9 +86,7 @@ def latencies(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def first_token_latencies(
-    completions: Sequence[Completion],
-) -> dict[str, float | None]:
+def first_token_latencies(completions: Sequence[Completion]) -> dict[str, float | None]:
     """Return times to the first token, of first and of later turns apart.
 
     Args:

@@ -58,9 +58,7 @@ def _trace(family: str, size: int, seed: int, digest: str) -> str:
     return problem.trace
 
 
-def scores_by_question(
-    members: Sequence[Line],
-) -> dict[tuple[str, str], Scores] | None:
+def scores_by_question(members: Sequence[Line]) -> dict[tuple[str, str], Scores] | None:
     """Return the scores of questions, means over samples; None if one is not known."""
     found = {}
     for question, samples in by_question(members).items():

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.accuracy.cost import cost_of
-from benchmarks.accuracy.groups import (
-    POOLED,
-    Groups,
-    Place,
-    Row,
-    by_question,
-    majority,
-)
+from benchmarks.accuracy.groups import POOLED, Groups, Place, Row, by_question, majority
 from benchmarks.accuracy.results import Line
 from reasoner.intervals import wilson
 

@@ -24,12 +24,7 @@ from urllib.request import urlopen
 
 from benchmarks import provenance
 from benchmarks.accuracy import grid, measured, results
-from benchmarks.accuracy.__main__ import (
-    client_of,
-    folder_of,
-    parse_args,
-    settings_of,
-)
+from benchmarks.accuracy.__main__ import client_of, folder_of, parse_args, settings_of
 from benchmarks.accuracy.client import Client
 from benchmarks.accuracy.servers import serving
 from benchmarks.load import LoadError

@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.models import (
-    drawn_weights,
-    token_bytes,
-    weight_bytes,
-    write_model,
-)
+from benchmarks.gpu.models import drawn_weights, token_bytes, weight_bytes, write_model
 from benchmarks.gpu.timing import Spans, watched
 from benchmarks.load import Completion
 from benchmarks.stats import latencies

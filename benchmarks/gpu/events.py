@@ -110,11 +110,7 @@ class Events(Part):
             if all(knobs != each.arguments["extra"] for each in asked):
                 arguments = {"workload": few, "number": -1 - len(asked), "extra": knobs}
                 asked.append(Cell(cell.engine, "round", arguments))
-        whole = {
-            "workload": self.workload(),
-            "number": -99,
-            "limit_s": WARM_UP_SECONDS,
-        }
+        whole = {"workload": self.workload(), "number": -99, "limit_s": WARM_UP_SECONDS}
         asked += [Cell(name, "round", whole) for name in (STOCK, POLICY)]
         specs = self.engines(options)
         take_turns(record, options, specs, asked, self.cells(), self.limit_s)

@@ -356,11 +356,7 @@ MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
 
 
 def make(
-    label: str,
-    size: Size,
-    seed: int,
-    device: torch.device,
-    source: torch.device = CPU,
+    label: str, size: Size, seed: int, device: torch.device, source: torch.device = CPU
 ) -> Arguments:
     """Return the arguments of one call of an operation.
 

@@ -29,10 +29,7 @@ def first_event(budget: int, interval: int) -> int:
 
 
 def measure(
-    asker: Asker,
-    policy: str,
-    budget: int,
-    texts: Sequence[Text],
+    asker: Asker, policy: str, budget: int, texts: Sequence[Text]
 ) -> list[np.ndarray]:
     """Return the losses of each text, [tokens - 1] each.
 

@@ -13,13 +13,7 @@ import psutil
 
 from benchmarks.load import open_session
 from benchmarks.server import Server
-from benchmarks.soak.promises import (
-    DESCRIPTORS,
-    ENGINE,
-    LOG,
-    POOL,
-    Ledger,
-)
+from benchmarks.soak.promises import DESCRIPTORS, ENGINE, LOG, POOL, Ledger
 
 QUIET_SECONDS = 60.0
 POLL_SECONDS = 0.3

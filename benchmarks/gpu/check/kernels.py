@@ -14,11 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.draw import CPU
-from benchmarks.gpu.kernel_checks import (
-    WITH_POOL,
-    check_operation,
-    reference_device,
-)
+from benchmarks.gpu.kernel_checks import WITH_POOL, check_operation, reference_device
 from benchmarks.gpu.kernel_inputs import (
     MAKERS,
     REAL_SIZES,
