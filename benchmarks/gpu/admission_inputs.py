@@ -67,12 +67,8 @@ def gates_of(size: Size, draw: Draw) -> GateWeights:
     return GateWeights(**made)
 
 
-def make_paged_gates(size: Size, draw: Draw, paged: Arguments) -> Arguments:
-    """Gates of the newest tokens of each row.
-
-    Args:
-        paged: keys and lengths, on the device; see `kernel_inputs.paged_keys`.
-    """
+def gates_of_newest(size: Size, draw: Draw, paged: Arguments) -> Arguments:
+    """Return gates of the newest tokens of each row of `kernel_inputs.paged_keys`."""
     lengths = paged["lengths"][..., None]
     newest = torch.arange(2 * size.window, device=lengths.device) - 2 * size.window
     token = (lengths + newest).clamp_min(0)
