@@ -22,7 +22,7 @@ from benchmarks import provenance
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError, sampled
-from benchmarks.printing import log, table
+from benchmarks.printing import cell, log, table
 from benchmarks.rounds import RUNNING
 from benchmarks.server import EngineSettings, Server, running
 from benchmarks.serving import PACKAGED_MODEL
@@ -245,7 +245,7 @@ def summarise(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
 def report(rows: Mapping[str, Sequence[Row]], summary: Mapping[str, Any]) -> str:
     """Return the tables that a run prints."""
     rounds = [
-        [name, str(number), *(_cell(row[key], form) for key, form in COLUMNS.items())]
+        [name, str(number), *(cell(row[key], form) for key, form in COLUMNS.items())]
         for name, some in rows.items()
         for number, row in enumerate(some, 1)
     ]
@@ -263,10 +263,6 @@ def report(rows: Mapping[str, Sequence[Row]], summary: Mapping[str, Any]) -> str
             f"pair at least {TARGET} x at {MOST_KEPT} or less, none left): {verdict}",
         ]
     )
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def run(args: argparse.Namespace, log_folder: Path) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 from benchmarks.columns import PREFIX_TTFT, TURN_TTFT, caching_columns, caching_ratios
 from benchmarks.scenarios import NO_PREFIX_CACHING, STOCK
 from benchmarks.server import EngineSettings
-from benchmarks.shared_prompts import Conversations, SharedPrefixes
+from benchmarks.shared_prompts import Cached, Conversations, SharedPrefixes
 from benchmarks.workload import (
     NULL_BLOCKS,
     block_bytes,
@@ -87,9 +87,7 @@ class CachingScenario:
                 found += [(named(policy, share), other) for other in others]
         return found
 
-    def servers(
-        self, model: Path, workload: SharedPrefixes | Conversations
-    ) -> dict[str, list[str]]:
+    def servers(self, model: Path, workload: Cached) -> dict[str, list[str]]:
         """Return server name -> arguments of `vllm serve`; policies come first.
 
         Raises:
@@ -119,11 +117,7 @@ class CachingScenario:
         return kinds
 
     def settings(
-        self,
-        model: Path,
-        workload: SharedPrefixes | Conversations,
-        blocks: int,
-        max_model_len: int,
+        self, model: Path, workload: Cached, blocks: int, max_model_len: int
     ) -> EngineSettings:
         """Return what all servers of one share have in common.
 
@@ -148,9 +142,7 @@ class CachingScenario:
         """Return servers of the verification alone: none."""
         return {}
 
-    def pool(
-        self, workload: SharedPrefixes | Conversations, share: float, max_model_len: int
-    ) -> int:
+    def pool(self, workload: Cached, share: float, max_model_len: int) -> int:
         """Return the number of blocks of a pool, vLLM's null block included.
 
         Raises:

@@ -13,7 +13,7 @@ from benchmarks.caching_scenarios import CachingScenario, named
 from benchmarks.columns import SCARCE_COLUMNS, SCARCE_RATIOS
 from benchmarks.scenarios import STOCK
 from benchmarks.server import EngineSettings
-from benchmarks.shared_prompts import Conversations, SharedPrefixes
+from benchmarks.shared_prompts import Cached, SharedPrefixes
 from benchmarks.workload import ordinary_token_ids
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
@@ -98,11 +98,7 @@ class Scarce(CachingScenario):
         return kinds | {FP8: FP8_WORDS}
 
     def settings(
-        self,
-        model: Path,
-        workload: SharedPrefixes | Conversations,
-        blocks: int,
-        max_model_len: int,
+        self, model: Path, workload: Cached, blocks: int, max_model_len: int
     ) -> EngineSettings:
         """Return what all servers of one share have in common; see CachingScenario."""
         found = super().settings(model, workload, blocks, max_model_len)

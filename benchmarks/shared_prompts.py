@@ -174,3 +174,7 @@ class Conversations:
             sample,
             extra,
         )
+
+
+Cached = SharedPrefixes | Conversations
+"""Requests whose prompts begin alike."""

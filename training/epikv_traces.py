@@ -31,6 +31,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from training import option
 from training.epikv_files import (
     PROBLEM_KEYS,
     STEP_SIGNAL,
@@ -165,12 +166,7 @@ def collect_main(arguments: Sequence[str]) -> None:
     add("--model", required=True, help="folder or name, as for vLLM")
     add("--problems", required=True, type=Path, help="JSONL to read")
     add("--output", required=True, type=new_file, help="JSONL to write")
-    add(
-        "--max-tokens",
-        type=int,
-        default=8192,
-        help="maximum tokens per answer (default: 8192)",
-    )
+    option(parser, "--max-tokens", int, 8192, "maximum tokens per answer")
     given = parser.parse_args(arguments)
     try:
         problems = read_lines(given.problems, PROBLEM_KEYS)
@@ -309,30 +305,12 @@ def _labels_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", required=True, help="folder or name, as for vLLM")
     add("--traces", required=True, type=Path, help="JSONL to read")
     add("--output", required=True, type=new_file, help="JSONL to write")
-    add(
-        "--window",
-        type=int,
-        default=32,
-        help="tokens overwritten at a time (default: 32)",
-    )
-    add(
-        "--stride",
-        type=int,
-        default=16,
-        help="distance between the starts of two windows in tokens (default: 16)",
-    )
-    add(
-        "--filler",
-        choices=FILLERS,
-        default="eos",
-        help="what to overwrite windows with (default: eos)",
-    )
-    add(
-        "--max-tokens",
-        type=int,
-        default=512,
-        help="maximum tokens per new answer (default: 512)",
-    )
+    option(parser, "--window", int, 32, "tokens overwritten at a time")
+    told = "distance between the starts of two windows in tokens"
+    option(parser, "--stride", int, 16, told)
+    told = "what to overwrite windows with"
+    option(parser, "--filler", str, "eos", told, choices=FILLERS)
+    option(parser, "--max-tokens", int, 512, "maximum tokens per new answer")
     given = parser.parse_args(arguments)
     try:
         given.lines = read_lines(given.traces)

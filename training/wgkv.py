@@ -24,6 +24,7 @@ import torch
 from accelerate import PartialState
 from torch.nn import Parameter
 
+from training import option
 from training.figures import Figures, figures_of
 from training.model import Base, Student, hidden, load_base, weighed
 from training.options import (
@@ -33,7 +34,6 @@ from training.options import (
     check_integers,
     device_of,
     dtype_of,
-    option,
     rows_of,
     settings_of,
 )
@@ -330,20 +330,10 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
     option(parser, "--learning-rate", float, plain.learning_rate, "peak learning rate")
     option(parser, "--weight-decay", float, plain.weight_decay, "weight decay of AdamW")
-    option(
-        parser,
-        "--warmup",
-        float,
-        plain.warmup,
-        "fraction of the steps used for warm-up",
-    )
-    option(
-        parser,
-        "--seed",
-        int,
-        plain.seed,
-        "random seed of initial weights and row order",
-    )
+    told = "fraction of the steps used for warm-up"
+    option(parser, "--warmup", float, plain.warmup, told)
+    told = "random seed of initial weights and row order"
+    option(parser, "--seed", int, plain.seed, told)
     parser.add_argument(
         "--expansion",
         type=float,

@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.request import urlopen
 
 from benchmarks.accuracy.results import KEY_FIELDS, Line
-from benchmarks.server import parse_metrics
+from benchmarks.accuracy.servers import metrics_of
 
 PLACE_FIELDS = KEY_FIELDS[:4]
 """What makes answers a batch: policy, budget, interval, task."""
@@ -23,8 +22,7 @@ def place_of(line: Line) -> tuple:
 
 def counted(url: str) -> dict[str, float] | None:
     """Return a server's counters; None if it does not count."""
-    with urlopen(url + "/metrics", timeout=30) as response:
-        metrics = parse_metrics(response.read().decode())
+    metrics = metrics_of(url)
     series = {name: f"kvpolicy_{name}_total" for name in COUNTERS}
     if not metrics.keys() >= set(series.values()):
         return None

@@ -170,7 +170,7 @@ def serving(setup: Setup, args: argparse.Namespace, log_folder: Path) -> Iterato
     """Start a server, or use that of `--url`, and yield its root URL."""
     if args.url:
         url = args.url.rstrip("/")
-        if _metrics_of(url).get(FLOOR):
+        if metrics_of(url).get(FLOOR):
             raise LoadError(
                 f"{url}: calls for events when its pool runs short, expected a server "
                 "with --kv-events always, which cuts to the budgets of the requests"
@@ -189,12 +189,13 @@ def count_events(url: str, setup: Setup) -> float | None:
     """
     if setup.budget is None:
         return None
-    metrics = _metrics_of(url)
+    metrics = metrics_of(url)
     if EVENTS not in metrics:
         raise LoadError(f"{url}: expected a server with a KV policy, /metrics has none")
     return metrics[EVENTS]
 
 
-def _metrics_of(url: str) -> dict[str, float]:
+def metrics_of(url: str) -> dict[str, float]:
+    """Return every sample of a server's /metrics, summed over labels."""
     with urlopen(url + "/metrics", timeout=30) as response:
         return parse_metrics(response.read().decode())

@@ -20,16 +20,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from benchmarks import provenance
 from benchmarks.accuracy import grid, measured, results
 from benchmarks.accuracy.__main__ import client_of, folder_of, parse_args, settings_of
 from benchmarks.accuracy.client import Client
-from benchmarks.accuracy.servers import serving
+from benchmarks.accuracy.servers import metrics_of, serving
 from benchmarks.load import LoadError
 from benchmarks.printing import log
-from benchmarks.server import parse_metrics
 
 STATES = {"cold": "", "warm": " --enable-prefix-caching"}
 HITS = "vllm:prefix_cache_hits_total"
@@ -39,8 +37,7 @@ Line = dict[str, Any]
 
 def hits_of(url: str) -> float:
     """Return how many prompt tokens a server has taken from its prefix cache."""
-    with urlopen(url + "/metrics", timeout=30) as response:
-        return parse_metrics(response.read().decode())[HITS]
+    return metrics_of(url)[HITS]
 
 
 def ask(

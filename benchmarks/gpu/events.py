@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.engine import EngineSpec
-from benchmarks.gpu.parts import Options, Part, Verdict
+from benchmarks.gpu.parts import Options, Part, Table, Verdict
 from benchmarks.gpu.process import Cell, take_turns
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.serving import (
@@ -115,9 +115,7 @@ class Events(Part):
         specs = self.engines(options)
         take_turns(record, options, specs, asked, self.cells(), self.limit_s)
 
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return milliseconds per event, and shares of the round."""
         parts = [EVENT, *WITHIN_EVENTS, "rest"]
         header = ["policy", "events", *(f"{part}, ms each" for part in parts)]

@@ -16,6 +16,8 @@ from benchmarks.printing import log
 
 TINY = "tiny"
 COPY, COPY_LIMIT_S = "copy", 10.0
+Table = tuple[list[str], list[list[str]]]
+"""Header and lines."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,7 @@ class Part(ABC):
         """Measure what the record lacks."""
 
     @abstractmethod
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return header and lines of what was measured."""
 
     def verdicts(self, record: Record, options: Options) -> list[Verdict]:

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.engine import EngineSpec
-from benchmarks.gpu.parts import Options, Part, Verdict
+from benchmarks.gpu.parts import Options, Part, Table, Verdict
 from benchmarks.gpu.process import Cell, take_turns
 from benchmarks.gpu.record import Record
 from benchmarks.workload import Workload, pool_blocks
@@ -194,9 +194,7 @@ class Contest(Part):
                 found[engine] = row | {"complete": all(c["complete"] for c in cells)}
         return found
 
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return what was measured; `x` is output tokens per second over stock's."""
         lines = []
         for load in self.loads:

@@ -19,9 +19,6 @@ def side_by_side(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     record = _read(wanted, folder)
     header = ["policy", SHIPPED, ORDERED, "ours", f"as shipped {TEST}"]
@@ -43,9 +40,6 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     record = _read(wanted, folder)
     found = {

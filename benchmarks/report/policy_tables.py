@@ -31,9 +31,6 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `files`, `rows`; `budget` and `interval`, by default the only ones;
             `score`, one of SCORES, by default the answer.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"files", "rows"}, OPTIONS)
     (score,) = _scores(wanted, most=1)
@@ -64,9 +61,6 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
         wanted: `files`, `rows`; `interval`, by default the only one; `budget`, one or
             a list, by default all; `score`: one of SCORES or a list, by default the
             answer.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"files", "rows"}, OPTIONS)
     scores = _scores(wanted, most=len(SCORES))

@@ -10,7 +10,8 @@ everything up to the second is replaced::
     ...
     <!-- /table -->
 
-Kinds are the keys of KINDS; their functions document the descriptions.
+Kinds are the keys of KINDS; their functions document the descriptions, and raise
+ValueError as `fill` does.
 """
 
 import re

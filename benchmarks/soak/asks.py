@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from benchmarks.soak import settings
@@ -175,18 +176,6 @@ def _beams(rng: random.Random) -> Ask:
     return Ask("beam search", COMPLETIONS, body)
 
 
-def _json(rng: random.Random) -> Ask:
-    return _structured(rng, "json", SCHEMA)
-
-
-def _choice(rng: random.Random) -> Ask:
-    return _structured(rng, "choice", CHOICES)
-
-
-def _regex(rng: random.Random) -> Ask:
-    return _structured(rng, "regex", PATTERN)
-
-
 def _structured(rng: random.Random, kind: str, value: Any) -> Ask:
     body = {"prompt": _text(rng), "max_tokens": 40, "structured_outputs": {kind: value}}
     return Ask(f"structured: {kind}", COMPLETIONS, body, structure=kind)
@@ -210,8 +199,8 @@ MAKERS: tuple[tuple[Callable[[random.Random], Ask], int], ...] = (
     (_response, 1),
     (_message, 1),
     (_beams, 1),
-    (_json, 1),
-    (_choice, 1),
-    (_regex, 1),
+    (partial(_structured, kind="json", value=SCHEMA), 1),
+    (partial(_structured, kind="choice", value=CHOICES), 1),
+    (partial(_structured, kind="regex", value=PATTERN), 1),
     (_bad_knob, 3),
 )
