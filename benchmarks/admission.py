@@ -120,9 +120,6 @@ def asked_of(args: argparse.Namespace, number: int) -> list[Asked]:
 def measure(server: Server, asked: Sequence[Asked], max_tokens: int) -> Row:
     """Send a round's requests at once and return its columns.
 
-    Args:
-        server: healthy and idle.
-
     Raises:
         LoadError: a request failed, or blocks stay in use.
     """

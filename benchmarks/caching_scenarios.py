@@ -31,7 +31,6 @@ class CachingScenario:
     Attributes:
         name: `prefixes`, `turns`, `scarce` or `long`.
         policies: names for `--kv-policy`; each has a server for every share.
-        pairs: timed rounds.
         output_tokens: forced length of each output, thinking included.
         shares: usable blocks / blocks that all requests at once need at full length if
             they share none.
@@ -40,7 +39,6 @@ class CachingScenario:
         dtype: of weights, keys and values.
         policy_config: `--kv-policy-config`, JSON; empty for none.
         uncached: also compare with stock without prefix caching.
-        seed: for the contents.
     """
 
     lengths: ClassVar[tuple[str, ...]]

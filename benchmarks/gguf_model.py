@@ -50,9 +50,6 @@ Fields = Mapping[str, Any]
 def convert(source: Path, folder: Path) -> None:
     """Write the model folder of a GGUF file, its weights in bfloat16.
 
-    Args:
-        folder: existing folder that gets FILES.
-
     Raises:
         ValueError: another architecture, another tokenizer, or an unknown tensor.
     """

@@ -33,7 +33,6 @@ class Completion:
 
     Attributes:
         started: time at which it was sent, in seconds of `time.perf_counter`.
-        token_ids: its output.
         arrivals: time at which each token arrived; tokens of one chunk share theirs.
         finish_reason: `length` for a forced output.
         turn: its place in its conversation, from 1.
@@ -48,9 +47,6 @@ class Completion:
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of one line of a server-sent event stream.
-
-    Args:
-        line: with or without its line end.
 
     Returns:
         None for blank lines, comments, other fields and the end mark.
@@ -128,10 +124,8 @@ async def run_together(
     """Send requests, all or some at once, and wait for the last token.
 
     Args:
-        output_tokens: forced length of each output.
         sample: reads the server's metrics; called in a thread every SAMPLE_SECONDS.
         at_once: most requests in flight, in the order of the prompts; None for all.
-        extra: `vllm_xargs` of the requests.
 
     Returns:
         Completions in the order of the prompts, and the samples.

@@ -30,10 +30,6 @@ Row = dict[str, Any]
 def measure(server: Server, workload: Requests, round_number: int) -> Row:
     """Run one round on one server.
 
-    Args:
-        server: healthy and idle.
-        round_number: seeds the contents of the prompts.
-
     Returns:
         See `figures`.
     """
@@ -155,7 +151,6 @@ def ratios_to(
 
     Args:
         rows: server -> one row per pair.
-        comparisons: policy and baseline of each ratio.
     """
     return {
         f"{policy} / {baseline}": {

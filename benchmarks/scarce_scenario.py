@@ -39,8 +39,6 @@ class Scarce(CachingScenario):
         shares: of the bytes that all requests at once need at full length, in blocks of
             `block_size`. Stock's blocks are larger on a CPU (128 tokens): with requests
             of 800 tokens it has room for all from 1.13 on.
-        requests: sent at once in each round.
-        prompt_tokens: length of each prompt.
         block_size: tokens per block of the policies' servers.
         max_num_seqs: most requests in one engine step; None for vLLM's default.
     """

@@ -33,7 +33,6 @@ class Scenario:
     Attributes:
         name: `pressure`, `ragged` or `neutral`.
         policies: names for `--kv-policy`; each has a server of that name.
-        output_tokens: forced length of each output.
         budget: `--kv-budget`; None for a budget that is never reached.
         pool_share: usable blocks / blocks that stock needs for all at full length.
         block_size: tokens per block, for policies and stock.

@@ -42,7 +42,6 @@ class EngineSettings:
         max_model_len: longest request, in tokens, prompt and output together.
         max_num_seqs: most requests in one engine step; None for vLLM's default.
         kv_cache_bytes: memory for the KV cache.
-        dtype: of weights, keys and values.
     """
 
     model: str
@@ -75,7 +74,6 @@ class Server:
 
     Attributes:
         arguments: arguments of `vllm serve` without the port.
-        url: root of its HTTP interface.
         log: file with its standard output and error.
         process: the process, leader of its own process group.
     """
@@ -191,7 +189,6 @@ def running(
     Args:
         failures: gets the name of each server that does not start, and why; None if
             all must start.
-        environment: as `start` has it, of each.
 
     Yields:
         Server name -> healthy server.

@@ -29,7 +29,6 @@ class SharedPrefixes:
         prefixes: how many there are; requests are spread over them evenly.
         prefix_tokens: length of each.
         suffix_tokens: of a prompt, behind its prefix.
-        at_once: most of them in flight.
         counts_up: prompts are not drawn token by token but follow one another in
             `token_ids`, from a random one on, as those of vLLM's data set `random`.
     """

@@ -89,9 +89,6 @@ def latencies(completions: Sequence[Completion]) -> dict[str, float]:
 def first_token_latencies(completions: Sequence[Completion]) -> dict[str, float | None]:
     """Return times to the first token, of first and of later turns apart.
 
-    Args:
-        completions: non-empty.
-
     Returns:
         `ttft_p99_ms`: of all; `ttft_first_ms`, `ttft_first_p99_ms`: median and 99th
         percentile of first turns; `ttft_later_ms`, `ttft_later_p99_ms`: of the others,

@@ -23,7 +23,6 @@ class Workload:
     Attributes:
         token_ids: prompts are drawn from these.
         prompt_tokens: length of each prompt.
-        output_tokens: forced length of each output.
     """
 
     token_ids: tuple[int, ...]

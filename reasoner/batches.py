@@ -51,7 +51,6 @@ def spread_positions(ids: torch.Tensor, seed: int, max_position: int) -> torch.T
 
     Args:
         ids: [B, T] int64 token ids, on the CPU.
-        seed: seed of the gaps.
         max_position: largest position id, where T does not reach further itself.
 
     Returns:

@@ -74,7 +74,6 @@ class Task:
     """What one row of the report measures.
 
     Attributes:
-        template: index into ``problems.TEMPLATES``.
         kind: ``trained``, ``longer``, ``template`` (both held out), or ``asked``.
     """
 
@@ -119,13 +118,10 @@ class Score:
     Attributes:
         prompt_tokens: tokens of a prompt, template included.
         trace_tokens: tokens of the longest trace.
-        problems: how many were tried.
         correct: how many had the right boxed answer.
         exact: how many had the right trace, token for token.
         low: lower end of the 95 % Wilson interval of the accuracy.
         high: upper end.
-        template: index into ``problems.TEMPLATES``.
-        kind: see ``Task``.
     """
 
     family: str
@@ -200,8 +196,6 @@ def score(
 
     Args:
         problems: non-empty, with prompts of equal length in tokens.
-        rule: the cache to simulate.
-        batch_rows: problems decoded at once.
 
     Returns:
         Counts and interval.

@@ -14,8 +14,6 @@ class Preset:
     """One size of the reasoner and how it is trained.
 
     Attributes:
-        mlp: intermediate size.
-        heads: query heads.
         stored: dtype of the exported weights.
         largest: final size of each family in training, in lines.
         max_position: positions that gaps between lines may reach in training.

@@ -98,7 +98,6 @@ def threads_of_ranks(extra: list[str], cores: list[int], nodes: int) -> str | No
 
     Args:
         cores: that this process may use, one CPU of each.
-        nodes: NUMA nodes of this machine.
 
     Returns:
         A value of VLLM_CPU_OMP_THREADS_BIND: neighbouring cores for each rank, the same
@@ -241,9 +240,6 @@ def _check_name(model: str) -> None:
 
 def check_port(host: str, text: str) -> None:
     """Refuse a port on which another process listens and would answer in our place.
-
-    Args:
-        text: the port as it was given.
 
     Raises:
         ValueError: no port, or no address of this machine; naming what to do.

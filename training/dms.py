@@ -81,8 +81,6 @@ def distillation(
     Args:
         student: its output embedding turns `student_hidden` into logits.
         student_hidden: [1, T, d], see `Base.hidden`.
-        teacher: like `student`.
-        teacher_hidden: like `student_hidden`.
         row: tokens that follow the end of a text do not count either.
 
     Returns:

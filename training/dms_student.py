@@ -40,12 +40,10 @@ class Settings:
         window: W; query i sees key j where i - j <= W.
         alpha_scale: factor on the number that decides.
         alpha_offset: subtracted from the product.
-        temperature: temperature of the sigmoid.
         compression_weight: weight of the loss for dropping too few tokens.
         rows_per_step: sequences per step.
         learning_rate: Adam's, constant except for `hold_rate`.
         hold_rate: factor on the learning rate while the ratio rests.
-        data: description of the rows.
     """
 
     flavour: str = "adapter"
@@ -248,7 +246,6 @@ class Retrofit:
     """A teacher, a student, and the adapter if there is one.
 
     Args:
-        teacher: the original model.
         student: the same object with an adapter, a copy with borrowed channels.
         weights: the adapter of all layers, float32; None where channels are borrowed.
     """

@@ -36,7 +36,6 @@ class Correlation:
     Args:
         rho: Spearman's rank correlation over the tokens of all traces.
         folds: the same for each part of the traces.
-        num_pairs: number of tokens.
     """
 
     rho: float

@@ -63,7 +63,6 @@ class StepReader:
 
     Args:
         model: a model of vLLM that runs eagerly, all of it in this process.
-        num_layers: its decoder layers.
 
     Raises:
         ValueError: the layers cannot be found.
@@ -188,12 +187,10 @@ class Windows:
     """Which spans of tokens are overwritten, and with what.
 
     Args:
-        size: tokens per window.
         stride: tokens from one window to the next.
         filler: a name in FILLERS.
         token: fills the window; None for tokens drawn from `vocabulary`, a new draw
             for each window and the same in each run.
-        vocabulary: tokens to draw from.
 
     Example:
         With size 4 and stride 2, `spans(10, 15)` is 10 to 13, 12 to 14 and 14 to 14.

@@ -132,7 +132,6 @@ def settings_of(given: argparse.Namespace, kind: Any, **own: Any) -> Any:
     """Return the settings of a run, but for its own those of the options.
 
     Args:
-        given: the options.
         kind: a dataclass with the field `data`.
         own: fields that differ from the options of their name.
     """

@@ -213,7 +213,6 @@ def calibrate(
 
     Args:
         kind: "triattention" or "qfilter".
-        tokens: token ids of a text.
 
     Raises:
         ValueError: a model whose queries the hooks cannot see.

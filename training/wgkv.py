@@ -55,15 +55,12 @@ class Settings:
     Args:
         sparsity_weight: the paper's lambda.
         window: tokens that every query sees, itself included.
-        sinks: first tokens, always kept.
         steps: optimiser steps.
         rows_per_step: sequences per step.
         learning_rate: highest learning rate of AdamW.
-        weight_decay: AdamW's.
         warmup: share of the steps in which the learning rate rises.
         expansion: hidden units of a gate per channel of a head; None for the authors'.
         seed: for initial weights and the order of rows.
-        data: description of the rows.
     """
 
     sparsity_weight: float
@@ -154,8 +151,6 @@ def position_weights(num_tokens: int, window: int, sinks: int = 0) -> torch.Tens
 
     Args:
         num_tokens: T, length of the sequence.
-        window: tokens that every query sees.
-        sinks: first tokens, whose gates are ignored.
 
     Returns:
         [T] float32: w_j = 1 - min(1, window / (T - j)), 0 for sinks.

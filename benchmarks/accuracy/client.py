@@ -55,14 +55,12 @@ class Client:
     """Sends requests with fixed settings.
 
     Attributes:
-        concurrency: most requests at once.
         timeout: seconds for one try.
         tries: tries of one request, at least 1.
         pause: seconds before the second try; doubled for each further one.
         temperature: 0 for greedy decoding.
         max_tokens: most tokens of an answer; None for each question's limit.
         max_failures: problems that may fail before the run stops.
-        model: the server's name of the model.
     """
 
     concurrency: int = 16
@@ -171,7 +169,6 @@ class Client:
         """Send all requests, `concurrency` at a time.
 
         Args:
-            wanted: requests, sent in this order.
             failures: those of earlier calls count, too; new ones are added.
 
         Returns:

@@ -17,7 +17,6 @@ class Format:
         answer: keys of the answer: a text, a number or a list of texts.
         id: keys of the id; without one it is the line number.
         max_tokens: default for the most tokens of an answer.
-        is_math: the answer is in a box.
         after: mark within the value after which the answer begins, such as `####`.
     """
 

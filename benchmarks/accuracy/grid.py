@@ -118,7 +118,6 @@ def asked_of(
     """Return the requests that are still to be sent, by server.
 
     Args:
-        done: keys of existing lines.
         is_given: whether the server is that of `--url`.
     """
     wanted: dict[Setup, list[Asked]] = {}
@@ -161,7 +160,6 @@ def read_grid(path: Path, known: Collection[str]) -> dict[str, Any]:
 
     Args:
         path: maps names of long options, with underscores for dashes, to values.
-        known: valid names.
 
     Raises:
         ValueError: not a mapping, or an unknown name.

@@ -36,7 +36,6 @@ def measure(
 
     Args:
         url: root of a server without other clients.
-        place: see `place_of`.
 
     Returns:
         The fields of PLACE_FIELDS; `answers`, `output_tokens`, of those; `seconds`,
@@ -99,8 +98,6 @@ def ratios_to_full(
 
     Args:
         ours: family -> figures of a policy.
-        full: family -> figures of full KV.
-        pooled: family of all tasks together.
 
     Returns:
         Family -> figure of COMPARED -> `ratio`; `low`, `high`: smallest and largest

@@ -20,11 +20,9 @@ class Question:
     """One problem with its prompt and its right answers.
 
     Attributes:
-        id: of the problem within its task.
         answers: right answers; `EXACT` and `MATH` have one.
         judged: how it is scored; one of the constants of this module.
         expected_tokens: rough length of the answer, for estimates of time.
-        max_tokens: most tokens of the answer.
     """
 
     task: str

@@ -23,7 +23,6 @@ class Verdict:
     """The score of an answer.
 
     Attributes:
-        correct: whether it counts as right.
         score: from 0 to 1. The share of the answers found where all were wanted, the
             F1 of words where one of several was, else 1 for right and 0 for wrong.
         answer: the part that counts as the answer, for votes; None if there is none.

@@ -45,9 +45,6 @@ def ask(
 ) -> tuple[list[Line], list[Line], list[str]]:
     """Ask what the file of a state lacks.
 
-    Args:
-        state: one of STATES.
-
     Returns:
         The answers; per policy and task, `hit_tokens` of the prompts; and a sentence
         per failed problem.

@@ -11,11 +11,7 @@ THETA, EXPANSION = 5e5, 4  # Llama's rotation, and its gates' units per channel
 
 
 def make_until_attention(size: Size, draw: Draw, queries: int = 1) -> Arguments:
-    """Rows of one layer; every other one in ten has no query.
-
-    Args:
-        queries: of a row, at most.
-    """
+    """Rows of one layer; every other one in ten has no query."""
     rows, width = size.events * size.heads, size.row_pages
     count = max(rows * width + 1, size.pool_pages)
     pages = draw.order(count - 1)[: rows * width] + 1

@@ -29,10 +29,8 @@ class Decode(Part):
     """What is measured.
 
     Args:
-        batch: requests.
         steps: timed by the host's clock.
         profiled: further steps, timed by kernel.
-        engines: measured in turn.
     """
 
     contexts: tuple[int, ...] = (8192, 16384, 32768)

@@ -48,7 +48,6 @@ class EngineSpec:
     """One engine of a comparison.
 
     Args:
-        model: one of models.SHAPES.
         pool_tokens: tokens of an unquantised KV cache that its pool has bytes for.
         policy: the plain form of the policy's configuration; None for stock vLLM.
     """
@@ -326,7 +325,6 @@ class Requests:
     """Requests that are sent at once, and when their tokens came.
 
     Args:
-        prompts: token ids.
         output_tokens: of each, forced.
 
     Attributes:

@@ -79,11 +79,7 @@ GAINS = {"qkv_proj": 1.5, "q_norm": 1.5, "k_norm": 1.5, "lm_head": 4.0}
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """Write a model folder without weights and tokenizer.
-
-    Args:
-        name: one of SHAPES.
-    """
+    """Write a model folder without weights and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2) + "\n")
     return folder

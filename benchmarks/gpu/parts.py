@@ -88,11 +88,7 @@ def measure_copy(record: Record, options: Options) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A number beside its target.
-
-    Args:
-        at_most: the target is an upper limit.
-    """
+    """A number beside its target."""
 
     name: str
     value: float

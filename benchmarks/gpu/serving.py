@@ -52,7 +52,6 @@ class Load:
     """Requests that are sent at once, and the pool that they get.
 
     Args:
-        prompt_tokens: of each.
         output_tokens: of each, forced.
         share: size of the pool.
         limit_s: most seconds of one measurement; longer ones are cut off, and say so.

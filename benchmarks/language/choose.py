@@ -39,7 +39,6 @@ def shares(asker: Asker, found: list[tasks.Problem]) -> dict[str, float]:
 
     Args:
         asker: an engine that runs FULL.
-        found: problems of one kind.
 
     Returns:
         `right` and `loss`: means of the figures of `tasks`; `right_without` and

@@ -37,9 +37,6 @@ class Settings:
     """What all engines of a run have in common.
 
     Attributes:
-        dtype: of weights, keys and values.
-        max_model_len: tokens of the longest request.
-        at_once: most requests in an engine step.
         budgets: tokens per KV head.
         policy_config: options of policies; those that a policy does not have are left
             out.
@@ -82,7 +79,6 @@ class Engine:
 
     Attributes:
         policies: names, all of one tier; any of them may be asked for, and FULL.
-        interval: tokens between events.
         variant: name of its own options, empty for none.
     """
 

@@ -34,9 +34,6 @@ def measure(
     """Return the losses of each text, [tokens - 1] each.
 
     Entry i is the loss of token i + 1, which the token at position i predicts.
-
-    Args:
-        policy: one of its policies, or FULL.
     """
     found = predictions(asker, [text.token_ids for text in texts], policy, budget, 0)
     return [

@@ -17,12 +17,7 @@ from benchmarks.printing import log
 
 @dataclass
 class Work:
-    """What a run measures, and what its output file has.
-
-    Attributes:
-        items: by part.
-        lines: of the output file so far.
-    """
+    """What a run measures, and what its output file has."""
 
     items: dict[str, list[Any]]
     lines: list[Line]

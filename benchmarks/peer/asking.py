@@ -36,11 +36,7 @@ def wanted_of(
     questions: Mapping[str, Sequence[Question]],
     done: Collection[tuple],
 ) -> dict[str, list[Asked]]:
-    """Return the missing questions, by row of the table.
-
-    Args:
-        args: of the harness: `policies`, `budgets`, `intervals`.
-    """
+    """Return the missing questions, by row of the table."""
     wanted: dict[str, list[Asked]] = {}
     bounded = list(product(args.budgets, args.intervals))
     for row in catalogue.rows_of(args.policies):

@@ -53,9 +53,6 @@ def check(asked: argparse.Namespace) -> None:
 def run(args: argparse.Namespace, asked: argparse.Namespace) -> int:
     """Predict what the output file lacks, and write the record.
 
-    Args:
-        asked: options of benchmarks.language.
-
     Raises:
         PeerError: a press refuses.
     """

@@ -18,11 +18,7 @@ class Worker:
     """A running worker; as a context manager it ends with the block.
 
     Args:
-        command: command line that starts it.
         settings: `model`, `dtype`, `threads`; see `worker`.
-
-    Attributes:
-        versions: versions that it reports.
 
     Raises:
         PeerError: it does not start.

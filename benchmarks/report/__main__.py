@@ -140,11 +140,7 @@ def pages_with_tables() -> list[Path]:
 
 
 def pages(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
-    """Write the tables of pages and return the pages that changed.
-
-    Args:
-        is_check: whether to write nothing.
-    """
+    """Write the tables of pages and return the pages that changed."""
     changed = []
     for path in paths:
         text = path.read_text("utf-8")

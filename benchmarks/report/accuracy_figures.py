@@ -96,7 +96,6 @@ def by_policy(
     """Draw every policy's accuracy with its interval, a panel per family.
 
     Args:
-        rows: rows of a summary.
         setting: first sentence of the caption.
         measure: what the rows' accuracy is, see `measures.drawn`.
     """

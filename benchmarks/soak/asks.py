@@ -59,8 +59,6 @@ class Ask:
 
     Attributes:
         kind: what is special about it, for counts.
-        path: that it is posted to.
-        body: of it.
         leaves: seconds after which its client closes the connection; None if it reads
             the answer to the end.
         structure: `json`, `choice` or `regex` that a finished answer must have.

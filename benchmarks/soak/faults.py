@@ -59,13 +59,7 @@ HEAD_AT, HEAD = 8, b"\xff" * 16
 
 @dataclass(frozen=True)
 class Faulty:
-    """A server that will be broken.
-
-    Attributes:
-        server: healthy so far.
-        temporary: its TMPDIR.
-        trace: the folder of its trace.
-    """
+    """A server that will be broken."""
 
     server: Server
     temporary: Path

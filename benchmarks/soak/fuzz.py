@@ -25,12 +25,7 @@ ATOMS: tuple[Any, ...] = (
 def draw(
     seed: int, wave: int, count: int, openapi: Mapping[str, Any], has_policy: bool
 ) -> list[Ask]:
-    """Return malformed requests.
-
-    Args:
-        openapi: the server's own description, `/openapi.json`.
-        has_policy: whether to send keys of ours.
-    """
+    """Return malformed requests."""
     rng = random.Random(f"{seed}/fuzz/{wave}")
     paths = sorted(
         path

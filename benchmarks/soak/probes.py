@@ -37,8 +37,6 @@ class Probe:
 
     Attributes:
         policy: that the question asks for; None where the server has none.
-        prompt: text of the user.
-        text: answer of the idle server.
         margin: smallest difference between the logarithms of the probabilities of the
             token that was chosen and the next one.
     """

@@ -36,7 +36,6 @@ def policy_arguments(model: Path, gates: Path, **options: object) -> list[str]:
 
     Args:
         gates: write gates of that model, for `wgkv`.
-        options: more keys of `--kv-policy-config`.
     """
     config = {
         "allow": POLICIES[1:],

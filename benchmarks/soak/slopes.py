@@ -85,7 +85,6 @@ def check_memory(
     Args:
         requests: sent to each server before each quiet moment.
         ours: bytes that all processes of the server with policies held.
-        stock: bytes of stock's.
 
     Returns:
         Slopes of `ours`, `stock` and their `difference`; None where there are too few
@@ -132,7 +131,6 @@ def check_latency(
 
     Args:
         ours: median seconds of an answer, by quiet moment.
-        stock: stock's.
         seed: of the resampling, by runs of moments within each half.
 
     Returns:

@@ -138,12 +138,7 @@ def _choices(payload: Any) -> list[tuple[int, str, str | None]]:
 
 
 def has_structure(kind: str, text: str) -> bool:
-    """Return whether a text is what `asks` asks for.
-
-    Args:
-        kind: `json`, `choice` or `regex`.
-        text: a finished answer.
-    """
+    """Return whether a text is what `asks` asks for."""
     if kind == "choice":
         return text in CHOICES
     if kind == "regex":

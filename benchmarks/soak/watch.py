@@ -129,7 +129,6 @@ def check_quiet(
 
     Args:
         before: its first quiet moment.
-        now: this one.
         left: of `wait_for_quiet`.
 
     Raises:

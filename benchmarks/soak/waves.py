@@ -27,8 +27,6 @@ class Side:
     """One of the two servers.
 
     Attributes:
-        questions: its probes.
-        samples: of its quiet moments.
         requests: sent so far in waves.
         seconds: of the answers of each quiet moment.
     """
@@ -47,7 +45,6 @@ class Soak:
     Attributes:
         ours: the server with policies.
         stock: the control.
-        seed: of everything that is drawn.
         counts: requests to `ours`, by kind and what became of them.
         stock_failures: valid requests that stock did not answer in full.
         stock_changes: answers of stock to its fixed question that were not as before.

@@ -25,8 +25,6 @@ class Sheet:
     Attributes:
         names: the names to define, in the order of their lines.
         values: digits of the names defined so far.
-        prompt: pieces of the prompt.
-        trace: pieces of the trace.
         answer: the last value asked for.
     """
 

@@ -39,7 +39,6 @@ class Verdict:
 
     Args:
         result: FOUND or MISSED.
-        seconds: of all runs.
         test: that failed; otherwise what was run last said.
     """
 

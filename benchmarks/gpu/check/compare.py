@@ -25,7 +25,6 @@ class Agreement:
     Args:
         same: requests with the same tokens to the end.
         tokens: before the first difference of each request, summed.
-        all_tokens: stock's.
         gap: the largest distance between stock's two best log-probabilities at a first
             difference, 0 where there is none.
         worst: the largest difference between log-probabilities of tokens before it.

@@ -113,12 +113,7 @@ def watch(
 
 
 def decode(engine: Engine, asked: list[Any], around: Callable[[int], Any]) -> None:
-    """Let requests decode; each step of STEPS runs inside `around(step)`.
-
-    Args:
-        engine: idle.
-        asked: the requests' own knobs, in turn.
-    """
+    """Let requests decode; each step of STEPS runs inside `around(step)`."""
     from vllm import SamplingParams, TokensPrompt
 
     llm_engine = engine.llm.llm_engine

@@ -36,7 +36,6 @@ class Where:
 
     Args:
         tight_blocks: of a pool that makes `jobs` preempt each other.
-        jobs: requests whose tokens are compared.
         backend: name of the attention backend, of engines whose decode steps are
             replays of graphs; empty where there are none.
         policies: names that are tried one beside another.
