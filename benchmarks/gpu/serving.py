@@ -7,9 +7,8 @@ pool. Engines start once, with the pool of the load that has the largest; blocks
 held back from them while others run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from benchmarks.gpu.engine import EngineSpec
@@ -96,13 +95,11 @@ class Contest(Part):
 
     Args:
         interval: tokens between two events.
-        rounds: of everything, with new prompts.
     """
 
     loads: tuple[Load, ...]
     engines: tuple[str, ...] = (STOCK, POLICY, PRESSURE, FP8)
     interval: int = 256
-    rounds: int = 1
 
     def tiny(self) -> "Contest":
         """Return one of the same form that a CPU can do."""
@@ -135,23 +132,15 @@ class Contest(Part):
             found.append(options.engine(name, self.pool_tokens, **settings))
         return found
 
-    def cells(self) -> Iterator[tuple[Load, str, int, str]]:
-        """Yield load, engine, round and name of all cells; who is first takes turns."""
-        for load in self.loads:
-            for number in range(self.rounds):
-                first = number % len(self.engines)
-                for engine in self.engines[first:] + self.engines[:first]:
-                    yield load, engine, number, f"{load}, {engine}, round {number}"
-
     def names(self, options: Options) -> list[str]:
         """Return the names of all cells."""
-        return [name for *_, name in self.cells()]
+        return [name_of(load, engine) for load in self.loads for engine in self.engines]
 
     def run(self, record: Record, options: Options) -> None:
         """Measure what the record lacks."""
         warm_ups, load = [], self.loads[0]
         for engine in self.engines:
-            all_of_them = self.arguments(load, engine, -1)
+            all_of_them = self.arguments(load, engine) | {"number": -1}
             few = self.warm_up(load)
             share = WARM_UP_SHARE * sum(few.prompt_tokens) / self.pool_tokens
             changes = {"workload": few, "share": min(share, 1.0)}
@@ -159,18 +148,19 @@ class Contest(Part):
             changes = {"limit_s": WARM_UP_SECONDS}
             warm_ups.append(Cell(engine, "round", all_of_them | changes))
         cells = [
-            Cell(engine, "round", self.arguments(load, engine, number), name)
-            for load, engine, number, name in self.cells()
+            Cell(engine, "round", self.arguments(load, engine), name_of(load, engine))
+            for load in self.loads
+            for engine in self.engines
         ]
         specs = self.specs(options)
         longest = max(load.limit_s for load in self.loads)
         take_turns(record, options, specs, warm_ups, cells, longest)
 
-    def arguments(self, load: Load, engine: str, number: int) -> dict[str, Any]:
+    def arguments(self, load: Load, engine: str) -> dict[str, Any]:
         """Return those of BenchEngine.round."""
         return {
             "workload": Workload(TOKEN_IDS, load.prompts, load.output_tokens, 0),
-            "number": number,
+            "number": 0,
             "extra": {"kv_budget": load.budget} if engine in EVENTS else None,
             "limit_s": load.limit_s,
             "share": load.pool_tokens / self.pool_tokens,
@@ -182,22 +172,17 @@ class Contest(Part):
         output = min(self.interval + 8, load.longest - tokens)
         return Workload(TOKEN_IDS, (tokens,) * WARM_UP_REQUESTS, output, 1)
 
-    def medians(self, record: Record, load: Load) -> dict[str, Row]:
-        """Return engine -> medians over rounds of COLUMNS, and whether all ended."""
-        found = {}
-        for engine in self.engines:
-            names = (f"{load}, {engine}, round {n}" for n in range(self.rounds))
-            cells = [record.cells[name] for name in names if name in record.cells]
-            if cells:
-                row = {key: median(cell[key] for cell in cells) for key in COLUMNS}
-                found[engine] = row | {"complete": all(c["complete"] for c in cells)}
-        return found
+    def found(self, record: Record, load: Load) -> dict[str, Row]:
+        """Return what was measured of a load, by engine."""
+        names = {engine: name_of(load, engine) for engine in self.engines}
+        cells = record.cells
+        return {key: cells[name] for key, name in names.items() if name in cells}
 
     def table(self, record: Record, options: Options) -> Table:
         """Return what was measured; `x` is output tokens per second over stock's."""
         lines = []
         for load in self.loads:
-            found = self.medians(record, load)
+            found = self.found(record, load)
             for engine, row in found.items():
                 speed = ratio(found, engine, "output_tok_s")
                 figures = (
@@ -212,7 +197,7 @@ class Contest(Part):
         """Return the policies' speed beside its target."""
         answers = []
         for load in self.loads:
-            found = self.medians(record, load)
+            found = self.found(record, load)
             for engine in (name for name in found if name in EVENTS):
                 speed = ratio(found, engine, "output_tok_s")
                 if speed is not None:
@@ -220,6 +205,11 @@ class Contest(Part):
                     name = f"{load}, {engine}: output tok/s"
                     answers.append(Verdict(name, speed, target))
         return answers
+
+
+def name_of(load: Load, engine: str) -> str:
+    """Return the name of a cell, as records have it."""
+    return f"{load}, {engine}, round 0"
 
 
 def ratio(
