@@ -92,9 +92,9 @@ def servers_of(args: argparse.Namespace) -> dict[str, list[str]]:
         max_model_len=args.max_model_len,
         max_num_seqs=args.problems * len(args.tasks),
         kv_cache_bytes=args.blocks * block_bytes(args.model, args.block_size),
+        block_size=args.block_size,
+        blocks=args.blocks,
     ).arguments()
-    common += ["--block-size", str(args.block_size)]
-    common += ["--num-gpu-blocks-override", str(args.blocks)]
     common += ["--no-enable-prefix-caching"]
     options = json.dumps({"wgkv_gates": str(args.gates)})
     policy = ["--kv-policy", POLICY, "--kv-recent", str(args.recent)]

@@ -97,8 +97,7 @@ class CachingScenario:
             for share in self.shares:
                 blocks = self.pool(workload, share, max_model_len)
                 settings = self.settings(model, workload, blocks, max_model_len)
-                common = [*settings.arguments(), *self.block_words(blocks)]
-                servers[named(kind, share)] = common + words
+                servers[named(kind, share)] = settings.arguments() + words
         return servers
 
     def kinds(self) -> dict[str, list[str]]:
@@ -129,12 +128,9 @@ class CachingScenario:
             kv_cache_bytes=blocks * block_bytes(model, self.block_size, self.dtype),
             seed=self.seed,
             dtype=self.dtype,
+            block_size=self.block_size,
+            blocks=blocks,
         )
-
-    def block_words(self, blocks: int) -> list[str]:
-        """Return the arguments with which all servers get the same blocks."""
-        words = ["--block-size", str(self.block_size)]
-        return [*words, "--num-gpu-blocks-override", str(blocks)]
 
     def checked_servers(self, *_: object) -> dict[str, list[str]]:
         """Return servers of the verification alone: none."""

@@ -98,13 +98,13 @@ class Scarce(CachingScenario):
     def settings(
         self, model: Path, workload: Cached, blocks: int, max_model_len: int
     ) -> EngineSettings:
-        """Return what all servers of one share have in common; see CachingScenario."""
-        found = super().settings(model, workload, blocks, max_model_len)
-        return replace(found, max_num_seqs=self.max_num_seqs)
+        """Return what all servers of one share have in common; see CachingScenario.
 
-    def block_words(self, _: int) -> list[str]:
-        """Return no arguments: the bytes decide how many blocks there are."""
-        return []
+        The bytes decide how many blocks there are.
+        """
+        found = super().settings(model, workload, blocks, max_model_len)
+        own = {"block_size": None, "blocks": None, "max_num_seqs": self.max_num_seqs}
+        return replace(found, **own)
 
     def workload(self, model: Path) -> SharedPrefixes:
         """Return the requests: as many prefixes, and nothing behind them."""

@@ -42,6 +42,8 @@ class EngineSettings:
         max_model_len: longest request, in tokens, prompt and output together.
         max_num_seqs: most requests in one engine step; None for vLLM's default.
         kv_cache_bytes: memory for the KV cache.
+        block_size: tokens; None for blocks of vLLM's choice, as many as fit.
+        blocks: of the pool; None for as many as fit.
     """
 
     model: str
@@ -50,22 +52,24 @@ class EngineSettings:
     kv_cache_bytes: int
     seed: int = 0
     dtype: str = "float32"
+    block_size: int | None = None
+    blocks: int | None = None
 
     def arguments(self) -> list[str]:
         """Return the arguments of `vllm serve`, the model first."""
-        at_most = ["--max-num-seqs", str(self.max_num_seqs)]
-        if self.max_num_seqs is None:
-            at_most = []
-        return [
-            self.model,
-            *("--served-model-name", "model"),
-            *("--dtype", self.dtype),
-            "--enforce-eager",
-            *("--max-model-len", str(self.max_model_len)),
-            *at_most,
-            *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
-            *("--seed", str(self.seed)),
-        ]
+        numbers = {
+            "--max-model-len": self.max_model_len,
+            "--max-num-seqs": self.max_num_seqs,
+            "--kv-cache-memory-bytes": self.kv_cache_bytes,
+            "--seed": self.seed,
+            "--block-size": self.block_size,
+            "--num-gpu-blocks-override": self.blocks,
+        }
+        words = [self.model, "--served-model-name", "model", "--dtype", self.dtype]
+        words += ["--enforce-eager"]
+        for flag, number in numbers.items():
+            words += [] if number is None else [flag, str(number)]
+        return words
 
 
 @dataclass(frozen=True)

