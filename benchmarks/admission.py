@@ -22,7 +22,7 @@ from benchmarks import provenance
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError, sampled
-from benchmarks.printing import log, table
+from benchmarks.printing import cell, log, table
 from benchmarks.rounds import RUNNING
 from benchmarks.server import EngineSettings, Server, running
 from benchmarks.serving import PACKAGED_MODEL
@@ -92,9 +92,9 @@ def servers_of(args: argparse.Namespace) -> dict[str, list[str]]:
         max_model_len=args.max_model_len,
         max_num_seqs=args.problems * len(args.tasks),
         kv_cache_bytes=args.blocks * block_bytes(args.model, args.block_size),
+        block_size=args.block_size,
+        blocks=args.blocks,
     ).arguments()
-    common += ["--block-size", str(args.block_size)]
-    common += ["--num-gpu-blocks-override", str(args.blocks)]
     common += ["--no-enable-prefix-caching"]
     options = json.dumps({"wgkv_gates": str(args.gates)})
     policy = ["--kv-policy", POLICY, "--kv-recent", str(args.recent)]
@@ -106,12 +106,7 @@ def servers_of(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def asked_of(args: argparse.Namespace, number: int) -> list[Asked]:
-    """Return the requests of a round; no two rounds share a problem.
-
-    Args:
-        args: the parsed command line.
-        number: the round, from 0.
-    """
+    """Return the requests of a round; no two rounds share a problem."""
     last = (number + 1) * args.problems
     by_task = [questions_of(task, last, args.seed, Path()) for task in args.tasks]
     # The tasks take turns, so that short and long answers start together.
@@ -124,11 +119,6 @@ def asked_of(args: argparse.Namespace, number: int) -> list[Asked]:
 
 def measure(server: Server, asked: Sequence[Asked], max_tokens: int) -> Row:
     """Send a round's requests at once and return its columns.
-
-    Args:
-        server: healthy and idle.
-        asked: requests of a round.
-        max_tokens: of an answer.
 
     Raises:
         LoadError: a request failed, or blocks stay in use.
@@ -165,7 +155,6 @@ def figures(
     """Return the columns of a round.
 
     Args:
-        lines: its answers.
         seconds: from the first request to the last answer.
         samples: /metrics in order: before, during and after the round.
 
@@ -253,7 +242,7 @@ def summarise(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
 def report(rows: Mapping[str, Sequence[Row]], summary: Mapping[str, Any]) -> str:
     """Return the tables that a run prints."""
     rounds = [
-        [name, str(number), *(_cell(row[key], form) for key, form in COLUMNS.items())]
+        [name, str(number), *(cell(row[key], form) for key, form in COLUMNS.items())]
         for name, some in rows.items()
         for number, row in enumerate(some, 1)
     ]
@@ -271,10 +260,6 @@ def report(rows: Mapping[str, Sequence[Row]], summary: Mapping[str, Any]) -> str
             f"pair at least {TARGET} x at {MOST_KEPT} or less, none left): {verdict}",
         ]
     )
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
 
 
 def run(args: argparse.Namespace, log_folder: Path) -> Iterator[dict[str, Any]]:

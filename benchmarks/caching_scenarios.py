@@ -11,7 +11,7 @@ from typing import ClassVar
 from benchmarks.columns import PREFIX_TTFT, TURN_TTFT, caching_columns, caching_ratios
 from benchmarks.scenarios import NO_PREFIX_CACHING, STOCK
 from benchmarks.server import EngineSettings
-from benchmarks.shared_prompts import Conversations, SharedPrefixes
+from benchmarks.shared_prompts import Cached, Conversations, SharedPrefixes
 from benchmarks.workload import (
     NULL_BLOCKS,
     block_bytes,
@@ -31,10 +31,7 @@ class CachingScenario:
     Attributes:
         name: `prefixes`, `turns`, `scarce` or `long`.
         policies: names for `--kv-policy`; each has a server for every share.
-        pairs: timed rounds.
         output_tokens: forced length of each output, thinking included.
-        budget: `--kv-budget`.
-        interval: `--kv-interval`.
         shares: usable blocks / blocks that all requests at once need at full length if
             they share none.
         block_size: tokens per block, for policies and stock.
@@ -42,7 +39,6 @@ class CachingScenario:
         dtype: of weights, keys and values.
         policy_config: `--kv-policy-config`, JSON; empty for none.
         uncached: also compare with stock without prefix caching.
-        seed: for the contents.
     """
 
     lengths: ClassVar[tuple[str, ...]]
@@ -89,14 +85,8 @@ class CachingScenario:
                 found += [(named(policy, share), other) for other in others]
         return found
 
-    def servers(
-        self, model: Path, workload: SharedPrefixes | Conversations
-    ) -> dict[str, list[str]]:
+    def servers(self, model: Path, workload: Cached) -> dict[str, list[str]]:
         """Return server name -> arguments of `vllm serve`; policies come first.
-
-        Args:
-            model: folder of the model.
-            workload: the requests.
 
         Raises:
             ValueError: a request is too long for the model or the smallest pool.
@@ -107,8 +97,7 @@ class CachingScenario:
             for share in self.shares:
                 blocks = self.pool(workload, share, max_model_len)
                 settings = self.settings(model, workload, blocks, max_model_len)
-                common = [*settings.arguments(), *self.block_words(blocks)]
-                servers[named(kind, share)] = common + words
+                servers[named(kind, share)] = settings.arguments() + words
         return servers
 
     def kinds(self) -> dict[str, list[str]]:
@@ -125,19 +114,12 @@ class CachingScenario:
         return kinds
 
     def settings(
-        self,
-        model: Path,
-        workload: SharedPrefixes | Conversations,
-        blocks: int,
-        max_model_len: int,
+        self, model: Path, workload: Cached, blocks: int, max_model_len: int
     ) -> EngineSettings:
         """Return what all servers of one share have in common.
 
         Args:
-            model: folder of the model.
-            workload: the requests.
             blocks: of the pool, vLLM's null block included.
-            max_model_len: tokens.
         """
         return EngineSettings(
             model=str(model),
@@ -146,23 +128,15 @@ class CachingScenario:
             kv_cache_bytes=blocks * block_bytes(model, self.block_size, self.dtype),
             seed=self.seed,
             dtype=self.dtype,
+            block_size=self.block_size,
+            blocks=blocks,
         )
-
-    def block_words(self, blocks: int) -> list[str]:
-        """Return the arguments with which all servers get the same blocks."""
-        words = ["--block-size", str(self.block_size)]
-        return [*words, "--num-gpu-blocks-override", str(blocks)]
 
     def checked_servers(self, *_: object) -> dict[str, list[str]]:
         """Return servers of the verification alone: none."""
         return {}
 
-    def pool(
-        self,
-        workload: SharedPrefixes | Conversations,
-        share: float,
-        max_model_len: int,
-    ) -> int:
+    def pool(self, workload: Cached, share: float, max_model_len: int) -> int:
         """Return the number of blocks of a pool, vLLM's null block included.
 
         Raises:
@@ -195,10 +169,7 @@ class Prefixes(CachingScenario):
     """Many requests with few prefixes.
 
     Attributes:
-        prefixes: different ones in a round.
-        prefix_tokens: length of each.
         suffix_tokens: of a prompt, behind its prefix.
-        requests: of a round.
         at_once: most of them in flight.
     """
 
@@ -214,9 +185,6 @@ class Prefixes(CachingScenario):
 
     def workload(self, model: Path) -> SharedPrefixes:
         """Return the requests.
-
-        Args:
-            model: folder of the model.
 
         Raises:
             ValueError: a prefix would be without a request.
@@ -243,10 +211,6 @@ class Turns(CachingScenario):
     """Conversations with a model that thinks before it answers.
 
     Attributes:
-        conversations: held at once.
-        turns: of each.
-        first_tokens: the first prompt.
-        message_tokens: each later message of the user.
         thinking_tokens: first part of each output, which later prompts leave out.
     """
 
@@ -263,9 +227,6 @@ class Turns(CachingScenario):
 
     def workload(self, model: Path) -> Conversations:
         """Return the requests.
-
-        Args:
-            model: folder of the model.
 
         Raises:
             ValueError: there is no later turn, or no answer behind the thinking.

@@ -19,65 +19,48 @@ SERVER_MEANS_MS = {
     "server_itl_ms": "vllm:inter_token_latency_seconds",
 }
 """Column -> histogram whose mean over a round it shows, in milliseconds."""
-RATIO_COLUMNS = ("output_tok_s", "steps", "ttft_ms", "tpot_ms", "itl_p99_ms")
-TABLE_COLUMNS = {
-    "output_tok_s": ".1f",
-    "ttft_ms": ".1f",
-    "tpot_ms": ".2f",
-    "itl_p50_ms": ".2f",
-    "itl_p99_ms": ".2f",
-    "server_itl_ms": ".2f",
-    "peak_running": ".0f",
-    "preemptions": ".0f",
-    "steps": ".0f",
-    "events": ".0f",
-    "blocks_returned": ".0f",
-    "kept_ratio": ".3f",
-    "peak_kv_usage": ".2f",
+FORMS = {
+    ".0f": (
+        *("peak_running", "preemptions", "steps", "events", "blocks_returned"),
+        *("hit_tokens", "drafted", "blocks", "pool_tokens"),
+    ),
+    ".1f": ("output_tok_s", "mean_running"),
+    ".2f": ("tpot_ms", "itl_p50_ms", "itl_p99_ms", "server_itl_ms", "peak_kv_usage"),
+    ".3f": ("kept_ratio", "hit_ratio", "accepted_ratio"),
 }
-"""Column -> how its median over the rounds is printed."""
+"""How columns are printed; all others are times to the first token."""
+
+
+def printed(*columns: str) -> dict[str, str]:
+    """Return column -> how its median over the rounds is printed."""
+    forms = {name: form for form, names in FORMS.items() for name in names}
+    return {column: forms.get(column, ".1f") for column in columns}
+
+
+RATIO_COLUMNS = ("output_tok_s", "steps", "ttft_ms", "tpot_ms", "itl_p99_ms")
+TABLE_COLUMNS = printed(
+    *("output_tok_s", "ttft_ms", "tpot_ms", "itl_p50_ms", "itl_p99_ms"),
+    *("server_itl_ms", "peak_running", "preemptions", "steps", "events"),
+    *("blocks_returned", "kept_ratio", "peak_kv_usage"),
+)
 
 PREFIX_TTFT = ("ttft_ms", "ttft_p99_ms")
-TURN_TTFT = (
-    "ttft_first_ms",
-    "ttft_first_p99_ms",
-    "ttft_later_ms",
-    "ttft_later_p99_ms",
+TURN_TTFT = ("ttft_first_ms", "ttft_first_p99_ms", "ttft_later_ms", "ttft_later_p99_ms")
+_LOAD_COLUMNS = (
+    *("tpot_ms", "itl_p99_ms", "peak_running", "preemptions", "steps", "events"),
+    *("blocks_returned", "peak_kv_usage"),
 )
-_LOAD_COLUMNS = {
-    "tpot_ms": ".2f",
-    "itl_p99_ms": ".2f",
-    "peak_running": ".0f",
-    "preemptions": ".0f",
-    "steps": ".0f",
-    "events": ".0f",
-    "blocks_returned": ".0f",
-    "peak_kv_usage": ".2f",
-}
 
-SCARCE_COLUMNS = {
-    "output_tok_s": ".1f",
-    "preemptions": ".0f",
-    "itl_p50_ms": ".2f",
-    "itl_p99_ms": ".2f",
-    "ttft_ms": ".1f",
-    "peak_running": ".0f",
-    "mean_running": ".1f",
-    "blocks": ".0f",
-    "pool_tokens": ".0f",
-    "events": ".0f",
-    "steps": ".0f",
-}
+SCARCE_COLUMNS = printed(
+    *("output_tok_s", "preemptions", "itl_p50_ms", "itl_p99_ms", "ttft_ms"),
+    *("peak_running", "mean_running", "blocks", "pool_tokens", "events", "steps"),
+)
 SCARCE_RATIOS = ("output_tok_s", "itl_p50_ms", "itl_p99_ms", "ttft_ms")
 
-SPECULATION_COLUMNS = {
-    "output_tok_s": ".1f",
-    "drafted": ".0f",
-    "accepted_ratio": ".3f",
-    "ttft_ms": ".1f",
-    "mean_running": ".1f",
-    **_LOAD_COLUMNS,
-}
+SPECULATION_COLUMNS = printed(
+    *("output_tok_s", "drafted", "accepted_ratio", "ttft_ms", "mean_running"),
+    *_LOAD_COLUMNS,
+)
 SPECULATION_RATIOS = ("output_tok_s", "accepted_ratio", "steps", "tpot_ms", "ttft_ms")
 
 
@@ -87,8 +70,8 @@ def caching_columns(first_token: tuple[str, ...]) -> dict[str, str]:
     Args:
         first_token: its columns of the time to the first token.
     """
-    hits = {"output_tok_s": ".1f", "hit_tokens": ".0f", "hit_ratio": ".3f"}
-    return {**hits, **dict.fromkeys(first_token, ".1f"), **_LOAD_COLUMNS}
+    hits = ("output_tok_s", "hit_tokens", "hit_ratio")
+    return printed(*hits, *first_token, *_LOAD_COLUMNS)
 
 
 def caching_ratios(first_token: tuple[str, ...]) -> tuple[str, ...]:

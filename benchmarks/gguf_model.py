@@ -50,10 +50,6 @@ Fields = Mapping[str, Any]
 def convert(source: Path, folder: Path) -> None:
     """Write the model folder of a GGUF file, its weights in bfloat16.
 
-    Args:
-        source: the GGUF file.
-        folder: existing folder that gets FILES.
-
     Raises:
         ValueError: another architecture, another tokenizer, or an unknown tensor.
     """
@@ -90,7 +86,6 @@ def weights(
 
     Args:
         tensors: name in the GGUF file -> weights, [out, in] or [size], float32.
-        config: see `model_config`.
 
     Raises:
         ValueError: a tensor has no place in the model folder.
@@ -121,7 +116,6 @@ def halves_of_pairs(projection: np.ndarray, heads: int) -> np.ndarray:
 
     Args:
         projection: [heads * size, in], rows 2 i and 2 i + 1 of a head are a pair.
-        heads: number of heads.
 
     Returns:
         [heads * size, in], rows i and i + size / 2 of a head are a pair.
@@ -132,12 +126,7 @@ def halves_of_pairs(projection: np.ndarray, heads: int) -> np.ndarray:
 
 
 def model_config(fields: Fields, is_tied: bool) -> dict[str, Any]:
-    """Return the content of `config.json`.
-
-    Args:
-        fields: of the GGUF file.
-        is_tied: whether the output embedding is that of the input.
-    """
+    """Return the content of `config.json`."""
 
     def of_model(name: str) -> Any:
         return fields[f"{ARCHITECTURE}.{name}"]

@@ -11,11 +11,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from benchmarks.overhead import ENVIRONMENT, OUTPUT_TOKENS, make_engine, run_round
-from benchmarks.stats import median_ratio
+from benchmarks.overhead import (
+    ENVIRONMENT,
+    OUTPUT_TOKENS,
+    Round,
+    contest,
+    make_engine,
+    run_round,
+)
 
 OFF, CLOSED, OPEN = "off", "closed", "open"
 LISTENER = """
@@ -64,29 +70,13 @@ def main() -> None:
     plain = options.model, options.policy, options.budget
     engines = {OFF: make_engine(*plain), CLOSED: make_engine(*plain, live=True)}
     engines[OPEN] = make_engine(*plain, live=True)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for number in range(-1, options.pairs):
-        order = list(engines) if number % 2 else list(reversed(engines))
-        tokens = {}
-        for name in order:
-            if name == OPEN:
-                with listening(engines[name]):
-                    round_ = run_round(engines[name], number, OUTPUT_TOKENS)
-            else:
-                round_ = run_round(engines[name], number, OUTPUT_TOKENS)
-            tokens[name] = round_[2]
-            if number >= 0:  # the first round warms up
-                times[name].append(round_[:2])
-        if not tokens[OFF] == tokens[CLOSED] == tokens[OPEN]:
-            raise RuntimeError(f"round {number}: listening changed the tokens")
-    for column, kind in enumerate(("wall", "CPU")):
-        before, *others = ([pair[column] for pair in times[name]] for name in engines)
-        for name, after in zip((CLOSED, OPEN), others, strict=True):
-            ratio = median_ratio(before, after)
-            print(
-                f"{name} / {OFF}, tokens per {kind} second, {options.pairs} pairs: "
-                f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-            )
+
+    def play(name: str, number: int) -> Round:
+        heard = listening(engines[name]) if name == OPEN else nullcontext()
+        with heard:
+            return run_round(engines[name], number, OUTPUT_TOKENS)
+
+    contest(list(engines), options.pairs, play, "listening")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ class Completion:
 
     Attributes:
         started: time at which it was sent, in seconds of `time.perf_counter`.
-        token_ids: its output.
         arrivals: time at which each token arrived; tokens of one chunk share theirs.
         finish_reason: `length` for a forced output.
         turn: its place in its conversation, from 1.
@@ -48,9 +47,6 @@ class Completion:
 
 def parse_event(line: bytes) -> dict[str, Any] | None:
     """Return the JSON object of one line of a server-sent event stream.
-
-    Args:
-        line: with or without its line end.
 
     Returns:
         None for blank lines, comments, other fields and the end mark.
@@ -80,7 +76,6 @@ async def complete(
 
     Args:
         session: a session whose base is the server's root.
-        prompt: token ids.
         output_tokens: forced length of the output.
         extra: `vllm_xargs` of the request.
 
@@ -129,12 +124,8 @@ async def run_together(
     """Send requests, all or some at once, and wait for the last token.
 
     Args:
-        url: root of the server.
-        prompts: token ids of each request.
-        output_tokens: forced length of each output.
         sample: reads the server's metrics; called in a thread every SAMPLE_SECONDS.
         at_once: most requests in flight, in the order of the prompts; None for all.
-        extra: `vllm_xargs` of the requests.
 
     Returns:
         Completions in the order of the prompts, and the samples.
@@ -162,12 +153,8 @@ async def run_conversations(
     A prompt is everything before it, without the thinking, and a new message.
 
     Args:
-        url: root of the server.
         conversations: of each, the token ids of its user's messages.
-        output_tokens: forced length of each answer.
         thinking_tokens: leading tokens of an answer that later prompts leave out.
-        sample: see `run_together`.
-        extra: `vllm_xargs` of the requests.
 
     Returns:
         Completions, conversation by conversation, and the samples.
@@ -232,7 +219,6 @@ def open_session(url: str, has_reuse: bool = True) -> aiohttp.ClientSession:
     """Return a client session without limits on connections or time.
 
     Args:
-        url: root of the server.
         has_reuse: whether a connection may carry several requests.
     """
     reuse: dict[str, Any] = {"keepalive_timeout": IDLE_SECONDS}

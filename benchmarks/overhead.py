@@ -13,6 +13,7 @@ import argparse
 import os
 import random
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.stats import median_ratio
@@ -20,6 +21,8 @@ from vllm_kvpolicy.config_keys import ALWAYS
 
 MAX_MODEL_TOKENS = 2048
 NUM_REQUESTS, OUTPUT_TOKENS = 8, 300
+Round = tuple[float, float, list]
+"""Wall seconds, CPU seconds and tokens of requests."""
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -51,10 +54,8 @@ def make_engine(model: str, policy: str | None, budget: int, live: bool = False)
     )
 
 
-def run_round(
-    engine: Any, number: int, output_tokens: int
-) -> tuple[float, float, list]:
-    """Return wall seconds, CPU seconds and tokens of one round of requests."""
+def run_round(engine: Any, number: int, output_tokens: int) -> Round:
+    """Run one round of requests."""
     from vllm import SamplingParams, TokensPrompt
 
     rng = random.Random(number)
@@ -68,6 +69,42 @@ def run_round(
     outputs = engine.generate(prompts, params, use_tqdm=False)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     return wall, cpu, [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def contest(
+    names: Sequence[str],
+    pairs: int,
+    play: Callable[[str, int], Round],
+    changes_nothing: str | None,
+) -> None:
+    """Let engines take turns; print throughputs over that of the first one.
+
+    Args:
+        play: runs the round of an engine; rounds below 0 warm up.
+        changes_nothing: what must not change the tokens; None if it may.
+
+    Raises:
+        RuntimeError: it changed them.
+    """
+    base, *others = names
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    for number in range(-1, pairs):
+        order = names if number % 2 else names[::-1]
+        rounds = {name: play(name, number) for name in order}
+        alike = all(found[2] == rounds[base][2] for found in rounds.values())
+        if changes_nothing and not alike:
+            raise RuntimeError(f"round {number}: {changes_nothing} changed the tokens")
+        if number >= 0:
+            for name, (wall, cpu, _) in rounds.items():
+                times[name].append((wall, cpu))
+    for column, kind in enumerate(("wall", "CPU")):
+        before = [pair[column] for pair in times[base]]
+        for name in others:
+            ratio = median_ratio(before, [pair[column] for pair in times[name]])
+            print(
+                f"{name} / {base}, tokens per {kind} second, {pairs} pairs: "
+                f"{ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
+            )
 
 
 def main() -> None:
@@ -86,26 +123,12 @@ def main() -> None:
         base: make_engine(options.model, options.beside, options.budget),
         options.policy: make_engine(options.model, options.policy, options.budget),
     }
+
+    def play(name: str, number: int) -> Round:
+        return run_round(engines[name], number, options.output_tokens)
+
     binds = options.budget < MAX_MODEL_TOKENS
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
-    for number in range(-1, options.pairs):
-        order = list(engines) if number % 2 else list(reversed(engines))
-        rounds = {
-            name: run_round(engines[name], number, options.output_tokens)
-            for name in order
-        }
-        if not binds and rounds[base][2] != rounds[options.policy][2]:
-            raise RuntimeError(f"round {number}: the policy changed the tokens")
-        if number >= 0:  # the first round warms up
-            for name, (wall, cpu, _) in rounds.items():
-                times[name].append((wall, cpu))
-    for column, kind in enumerate(("wall", "CPU")):
-        before, after = ([pair[column] for pair in times[name]] for name in engines)
-        ratio = median_ratio(before, after)
-        print(
-            f"{options.policy} / {base}, tokens per {kind} second, {options.pairs} "
-            f"pairs: {ratio.median:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
-        )
+    contest(list(engines), options.pairs, play, None if binds else "the policy")
 
 
 if __name__ == "__main__":

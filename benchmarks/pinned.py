@@ -36,7 +36,6 @@ def download(package: Package, folder: Path) -> Path:
     then prepares the metadata, with the setuptools of this environment.
 
     Args:
-        package: what to fetch.
         folder: gets the file, and the list that pip reads.
 
     Returns:

@@ -37,7 +37,7 @@ def report(
         failures: server that did not start -> why.
     """
     servers = [
-        [name, *(_cell(row[column], form) for column, form in columns.items())]
+        [name, *(cell(row[column], form) for column, form in columns.items())]
         for name, row in summaries.items()
     ]
     compared = [
@@ -55,5 +55,6 @@ def report(
     return "\n\n".join(parts)
 
 
-def _cell(value: float | None, form: str) -> str:
+def cell(value: float | None, form: str) -> str:
+    """Return a number as it is printed, a dash for None."""
     return "-" if value is None else format(value, form)

@@ -30,11 +30,6 @@ Row = dict[str, Any]
 def measure(server: Server, workload: Requests, round_number: int) -> Row:
     """Run one round on one server.
 
-    Args:
-        server: healthy and idle.
-        workload: the requests.
-        round_number: seeds the contents of the prompts.
-
     Returns:
         See `figures`.
     """
@@ -55,7 +50,6 @@ def figures(
     """Return the columns of one round; None for figures that a server does not have.
 
     Args:
-        completions: all requests of the round.
         samples: /metrics while they ran.
         before: /metrics before the first.
         after: /metrics after the last.
@@ -157,9 +151,6 @@ def ratios_to(
 
     Args:
         rows: server -> one row per pair.
-        comparisons: policy and baseline of each ratio.
-        columns: to compare.
-        seed: for the intervals.
     """
     return {
         f"{policy} / {baseline}": {

@@ -13,7 +13,7 @@ from benchmarks.caching_scenarios import CachingScenario, named
 from benchmarks.columns import SCARCE_COLUMNS, SCARCE_RATIOS
 from benchmarks.scenarios import STOCK
 from benchmarks.server import EngineSettings
-from benchmarks.shared_prompts import Conversations, SharedPrefixes
+from benchmarks.shared_prompts import Cached, SharedPrefixes
 from benchmarks.workload import ordinary_token_ids
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
@@ -39,8 +39,6 @@ class Scarce(CachingScenario):
         shares: of the bytes that all requests at once need at full length, in blocks of
             `block_size`. Stock's blocks are larger on a CPU (128 tokens): with requests
             of 800 tokens it has room for all from 1.13 on.
-        requests: sent at once in each round.
-        prompt_tokens: length of each prompt.
         block_size: tokens per block of the policies' servers.
         max_num_seqs: most requests in one engine step; None for vLLM's default.
     """
@@ -98,26 +96,18 @@ class Scarce(CachingScenario):
         return kinds | {FP8: FP8_WORDS}
 
     def settings(
-        self,
-        model: Path,
-        workload: SharedPrefixes | Conversations,
-        blocks: int,
-        max_model_len: int,
+        self, model: Path, workload: Cached, blocks: int, max_model_len: int
     ) -> EngineSettings:
-        """Return what all servers of one share have in common; see CachingScenario."""
-        found = super().settings(model, workload, blocks, max_model_len)
-        return replace(found, max_num_seqs=self.max_num_seqs)
+        """Return what all servers of one share have in common; see CachingScenario.
 
-    def block_words(self, _: int) -> list[str]:
-        """Return no arguments: the bytes decide how many blocks there are."""
-        return []
+        The bytes decide how many blocks there are.
+        """
+        found = super().settings(model, workload, blocks, max_model_len)
+        own = {"block_size": None, "blocks": None, "max_num_seqs": self.max_num_seqs}
+        return replace(found, **own)
 
     def workload(self, model: Path) -> SharedPrefixes:
-        """Return the requests: as many prefixes, and nothing behind them.
-
-        Args:
-            model: folder of the model.
-        """
+        """Return the requests: as many prefixes, and nothing behind them."""
         return SharedPrefixes(
             token_ids=ordinary_token_ids(model),
             prefixes=self.requests,

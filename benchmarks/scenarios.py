@@ -1,6 +1,6 @@
 """Defines the serving scenarios: their requests and their servers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,16 +33,9 @@ class Scenario:
     Attributes:
         name: `pressure`, `ragged` or `neutral`.
         policies: names for `--kv-policy`; each has a server of that name.
-        pairs: timed rounds.
-        requests: number sent at once in each round.
-        output_tokens: forced length of each output.
         budget: `--kv-budget`; None for a budget that is never reached.
-        interval: `--kv-interval`.
         pool_share: usable blocks / blocks that stock needs for all at full length.
         block_size: tokens per block, for policies and stock.
-        max_model_len: the same for all servers.
-        max_num_seqs: the same for all servers.
-        seed: for lengths and contents.
         baselines: servers that all policies are compared with. What stock with room for
             everything (`ample`) reaches is the ceiling of a policy that costs nothing.
     """
@@ -82,9 +75,6 @@ class Scenario:
 
     def workload(self, model: Path) -> Workload:
         """Return the requests.
-
-        Args:
-            model: folder of the model.
 
         Raises:
             ValueError: a request is longer than `max_model_len`.
@@ -126,18 +116,19 @@ class Scenario:
     def servers(self, model: Path, workload: Workload) -> dict[str, list[str]]:
         """Return server name -> arguments of `vllm serve`; policies come first."""
         blocks = self.pool(workload, self.pool_share)
-        common = self._settings(model, blocks).arguments()
-        same_blocks = self._block_arguments(blocks)
+        settings = self._settings(model, blocks)
+        common = settings.arguments()
         budget = self.max_model_len if self.budget is None else self.budget
         servers = {}
         for policy in self.policies:
             words = ["--kv-policy", policy, "--kv-budget", str(budget)]
             words += ["--kv-interval", str(self.interval), "--kv-events", ALWAYS]
-            servers[policy] = [*common, *same_blocks, *words, NO_PREFIX_CACHING]
-        servers[STOCK] = [*common, *same_blocks, NO_PREFIX_CACHING]
+            servers[policy] = [*common, *words, NO_PREFIX_CACHING]
+        servers[STOCK] = [*common, NO_PREFIX_CACHING]
         if DEFAULT in self.baselines:
             # As many bytes, cut into blocks of vLLM's own choice.
-            servers[DEFAULT] = common
+            of_vllm = replace(settings, block_size=None, blocks=None)
+            servers[DEFAULT] = of_vllm.arguments()
         if AMPLE in self.baselines:
             servers[AMPLE] = self.ample_server(model, workload)
         return servers
@@ -151,8 +142,7 @@ class Scenario:
     def ample_server(self, model: Path, workload: Workload) -> list[str]:
         """Return the arguments of stock with room for everything."""
         blocks = self.pool(workload, AMPLE_SHARE)
-        common = self._settings(model, blocks).arguments()
-        return [*common, *self._block_arguments(blocks), NO_PREFIX_CACHING]
+        return [*self._settings(model, blocks).arguments(), NO_PREFIX_CACHING]
 
     def _settings(self, model: Path, blocks: int) -> EngineSettings:
         return EngineSettings(
@@ -161,11 +151,9 @@ class Scenario:
             max_num_seqs=self.max_num_seqs,
             kv_cache_bytes=blocks * block_bytes(model, self.block_size),
             seed=self.seed,
+            block_size=self.block_size,
+            blocks=blocks,
         )
-
-    def _block_arguments(self, blocks: int) -> list[str]:
-        words = ["--block-size", str(self.block_size)]
-        return [*words, "--num-gpu-blocks-override", str(blocks)]
 
 
 SCENARIOS = {

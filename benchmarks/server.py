@@ -39,12 +39,11 @@ class EngineSettings:
     """Settings that all servers of a comparison share.
 
     Attributes:
-        model: folder of the model.
         max_model_len: longest request, in tokens, prompt and output together.
         max_num_seqs: most requests in one engine step; None for vLLM's default.
         kv_cache_bytes: memory for the KV cache.
-        seed: vLLM's seed.
-        dtype: of weights, keys and values.
+        block_size: tokens; None for blocks of vLLM's choice, as many as fit.
+        blocks: of the pool; None for as many as fit.
     """
 
     model: str
@@ -53,22 +52,24 @@ class EngineSettings:
     kv_cache_bytes: int
     seed: int = 0
     dtype: str = "float32"
+    block_size: int | None = None
+    blocks: int | None = None
 
     def arguments(self) -> list[str]:
         """Return the arguments of `vllm serve`, the model first."""
-        at_most = ["--max-num-seqs", str(self.max_num_seqs)]
-        if self.max_num_seqs is None:
-            at_most = []
-        return [
-            self.model,
-            *("--served-model-name", "model"),
-            *("--dtype", self.dtype),
-            "--enforce-eager",
-            *("--max-model-len", str(self.max_model_len)),
-            *at_most,
-            *("--kv-cache-memory-bytes", str(self.kv_cache_bytes)),
-            *("--seed", str(self.seed)),
-        ]
+        numbers = {
+            "--max-model-len": self.max_model_len,
+            "--max-num-seqs": self.max_num_seqs,
+            "--kv-cache-memory-bytes": self.kv_cache_bytes,
+            "--seed": self.seed,
+            "--block-size": self.block_size,
+            "--num-gpu-blocks-override": self.blocks,
+        }
+        words = [self.model, "--served-model-name", "model", "--dtype", self.dtype]
+        words += ["--enforce-eager"]
+        for flag, number in numbers.items():
+            words += [] if number is None else [flag, str(number)]
+        return words
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,7 @@ class Server:
     """A running server.
 
     Attributes:
-        name: the server's name in tables.
         arguments: arguments of `vllm serve` without the port.
-        url: root of its HTTP interface.
         log: file with its standard output and error.
         process: the process, leader of its own process group.
     """
@@ -163,9 +162,6 @@ def start(
     From then on SIGTERM ends this program like Ctrl-C, so that it stops its servers.
 
     Args:
-        name: of the server and its log file.
-        arguments: arguments of `vllm serve`.
-        log_folder: existing folder for the log.
         environment: variables beside those of this program and ENVIRONMENT.
     """
     if threading.current_thread() is threading.main_thread():
@@ -195,11 +191,8 @@ def running(
     """Start several servers together and stop them all at the end.
 
     Args:
-        arguments: server name -> arguments of `vllm serve`.
-        log_folder: existing folder for the logs.
         failures: gets the name of each server that does not start, and why; None if
             all must start.
-        environment: as `start` has it, of each.
 
     Yields:
         Server name -> healthy server.

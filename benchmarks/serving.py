@@ -84,11 +84,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def run(scenario: AnyScenario, model: Path, log_folder: Path) -> dict[str, Any]:
     """Start the servers, verify them, time them.
 
-    Args:
-        scenario: what to compare.
-        model: folder of the model.
-        log_folder: folder for the servers' logs.
-
     Returns:
         A JSON-able record of everything.
     """
@@ -185,7 +180,6 @@ def find_model(asked: Path, folder: Path) -> Path:
     """Return the model's folder; a random tiny model if the packaged one is missing.
 
     Args:
-        asked: folder named on the command line.
         folder: where a tiny model may be written.
     """
     if asked != PACKAGED_MODEL or (asked / "config.json").is_file():

@@ -29,10 +29,6 @@ class SharedPrefixes:
         prefixes: how many there are; requests are spread over them evenly.
         prefix_tokens: length of each.
         suffix_tokens: of a prompt, behind its prefix.
-        output_tokens: forced length of each output.
-        requests: of a round.
-        at_once: most of them in flight.
-        seed: for contents and order.
         counts_up: prompts are not drawn token by token but follow one another in
             `token_ids`, from a random one on, as those of vLLM's data set `random`.
     """
@@ -77,11 +73,7 @@ class SharedPrefixes:
         return prompts
 
     def needed_blocks(self, block_size: int) -> int:
-        """Return the blocks that all requests at once need if they share none.
-
-        Args:
-            block_size: tokens per block.
-        """
+        """Return the blocks that all requests at once need if they share none."""
         whole = blocks_needed(self.prompt_tokens[:1], self.output_tokens, block_size)
         return min(self.at_once, self.requests) * whole
 
@@ -116,13 +108,10 @@ class Conversations:
 
     Attributes:
         token_ids: messages are drawn from these.
-        conversations: held at once.
-        turns: of each.
         first_tokens: the first prompt: instructions, a document, a question.
         message_tokens: each later message of the user.
         output_tokens: forced length of thinking and answer.
         thinking_tokens: of these, left out of later prompts.
-        seed: for the contents.
     """
 
     token_ids: tuple[int, ...]
@@ -160,11 +149,7 @@ class Conversations:
         ]
 
     def needed_blocks(self, block_size: int) -> int:
-        """Return the blocks that stock holds when all are in their last turn.
-
-        Args:
-            block_size: tokens per block.
-        """
+        """Return the blocks that stock holds when all are in their last turn."""
         last = self.prompt_tokens[-1:] * self.conversations
         return blocks_needed(last, self.output_tokens, block_size)
 
@@ -188,3 +173,7 @@ class Conversations:
             sample,
             extra,
         )
+
+
+Cached = SharedPrefixes | Conversations
+"""Requests whose prompts begin alike."""

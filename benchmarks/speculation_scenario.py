@@ -18,11 +18,7 @@ from benchmarks.workload import ordinary_token_ids
 
 @dataclass(frozen=True)
 class RepeatedUnits(SharedPrefixes):
-    """Requests whose prompts repeat a few tokens each; see SharedPrefixes.
-
-    Attributes:
-        unit_tokens: how many tokens a prompt repeats.
-    """
+    """Requests whose prompts repeat a few tokens each; see SharedPrefixes."""
 
     unit_tokens: int = 24
 
@@ -45,8 +41,6 @@ class Speculation(CachingScenario):
     """Requests at once with nothing in common, on servers that draft n-grams.
 
     Attributes:
-        requests: sent at once in each round.
-        prompt_tokens: length of each prompt.
         unit_tokens: tokens that a prompt repeats.
         drafts: tokens that are speculated at most in a step.
     """
@@ -76,11 +70,7 @@ class Speculation(CachingScenario):
         return {name: [*own, *words] for name, own in super().kinds().items()}
 
     def workload(self, model: Path) -> RepeatedUnits:
-        """Return the requests.
-
-        Args:
-            model: folder of the model.
-        """
+        """Return the requests."""
         return RepeatedUnits(
             token_ids=ordinary_token_ids(model),
             prefixes=self.requests,

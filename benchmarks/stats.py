@@ -25,9 +25,6 @@ class Ratio:
     """The median of paired ratios with its bootstrap interval.
 
     Attributes:
-        median: median of the ratios.
-        low: lower end of the interval.
-        high: upper end of the interval.
         ratios: one per pair.
     """
 
@@ -39,13 +36,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its bootstrap interval.
-
-    Attributes:
-        mean: of the values.
-        low: lower end of the interval.
-        high: upper end of the interval.
-    """
+    """A mean with its bootstrap interval."""
 
     mean: float
     low: float
@@ -95,13 +86,8 @@ def latencies(completions: Sequence[Completion]) -> dict[str, float]:
     }
 
 
-def first_token_latencies(
-    completions: Sequence[Completion],
-) -> dict[str, float | None]:
+def first_token_latencies(completions: Sequence[Completion]) -> dict[str, float | None]:
     """Return times to the first token, of first and of later turns apart.
-
-    Args:
-        completions: non-empty.
 
     Returns:
         `ttft_p99_ms`: of all; `ttft_first_ms`, `ttft_first_p99_ms`: median and 99th
@@ -145,7 +131,6 @@ def median_ratio(
     Args:
         ours: one value per pair.
         theirs: divides the value of the same pair.
-        seed: for the resampling.
     """
     ratios = paired_ratios(ours, theirs)
     medians = np.median(np.asarray(ratios)[_picks(len(ratios), seed)], axis=1)
@@ -158,7 +143,6 @@ def estimate_mean(values: Sequence[float], seed: int = 0) -> Estimate:
 
     Args:
         values: one per question. Equal ones give an interval of no width.
-        seed: for the resampling.
 
     Raises:
         ValueError: no values.
@@ -183,7 +167,6 @@ def estimate_difference(
     Args:
         ours: one value per pair.
         theirs: subtracted from the value of the same pair.
-        seed: for resampling and flips.
 
     Raises:
         ValueError: no pairs, or unequal numbers of values.

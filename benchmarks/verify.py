@@ -11,7 +11,7 @@ from benchmarks.columns import COUNTERS
 from benchmarks.load import run_one_by_one
 from benchmarks.scenarios import AMPLE, STOCK, Scenario
 from benchmarks.server import Server
-from benchmarks.shared_prompts import Conversations, SharedPrefixes
+from benchmarks.shared_prompts import Cached
 from benchmarks.workload import Workload
 from vllm_kvpolicy.commands.judge import first_difference
 from vllm_kvpolicy.config_keys import PRESSURE
@@ -33,8 +33,6 @@ def verify(
     """Check the servers of a scenario.
 
     Args:
-        scenario: the scenario that they were started for.
-        workload: its requests.
         servers: by name; with AMPLE if the scenario is pressed.
 
     Returns:
@@ -76,9 +74,7 @@ def verify(
 
 
 def verify_caching(
-    scenario: CachingScenario,
-    workload: SharedPrefixes | Conversations,
-    servers: Mapping[str, Server],
+    scenario: CachingScenario, workload: Cached, servers: Mapping[str, Server]
 ) -> list[str]:
     """Check the servers of a scenario in which prompts begin alike; see `verify`.
 

@@ -23,8 +23,6 @@ class Workload:
     Attributes:
         token_ids: prompts are drawn from these.
         prompt_tokens: length of each prompt.
-        output_tokens: forced length of each output.
-        seed: for the contents.
     """
 
     token_ids: tuple[int, ...]
@@ -56,11 +54,6 @@ def blocks_needed(
 
     The last output token is never fed back, so it is not in the KV cache: a prompt of
     10 and an output of 23 tokens need 2 blocks of 16.
-
-    Args:
-        prompt_tokens: length of each prompt.
-        output_tokens: length of each output.
-        block_size: tokens per block.
     """
     return sum(-(-(p + output_tokens - 1) // block_size) for p in prompt_tokens)
 
@@ -71,9 +64,6 @@ def pool_blocks(
     """Return the size of a pool that holds a share of all requests at full length.
 
     Args:
-        prompt_tokens: length of each prompt.
-        output_tokens: length of each output.
-        block_size: tokens per block.
         share: usable blocks / `blocks_needed`; the product is rounded down.
 
     Returns:
@@ -93,7 +83,6 @@ def block_bytes(model: Path, block_size: int, dtype: str = "float32") -> int:
 
     Args:
         model: folder with a `config.json` of the Llama or Qwen3 kind.
-        block_size: tokens per block.
         dtype: of keys and values, one of VALUE_BYTES.
     """
     config = model_config(model)

@@ -17,8 +17,6 @@ def make_batch(
     """Generates one batch of problems as long as the first, none of them held out.
 
     Args:
-        family: generator name.
-        lines: size of each problem.
         budget_tokens: upper bound on rows * length, at least one row.
         first_seed: seed of the first row, the others follow.
 
@@ -53,7 +51,6 @@ def spread_positions(ids: torch.Tensor, seed: int, max_position: int) -> torch.T
 
     Args:
         ids: [B, T] int64 token ids, on the CPU.
-        seed: seed of the gaps.
         max_position: largest position id, where T does not reach further itself.
 
     Returns:

@@ -57,7 +57,6 @@ class CacheRule:
         Args:
             rows: batch size B.
             held: tokens up to and including the querying one, T.
-            prompt_tokens: length of the prompt.
 
         Returns:
             [B, 1, 1, T] bool, True where attention is allowed.
@@ -75,9 +74,6 @@ class Task:
     """What one row of the report measures.
 
     Attributes:
-        family: generator name.
-        lines: problem size.
-        template: index into ``problems.TEMPLATES``.
         kind: ``trained``, ``longer``, ``template`` (both held out), or ``asked``.
     """
 
@@ -120,18 +116,12 @@ class Score:
     """Accuracy on one family and size.
 
     Attributes:
-        family: generator name.
-        lines: problem size.
         prompt_tokens: tokens of a prompt, template included.
         trace_tokens: tokens of the longest trace.
-        problems: how many were tried.
         correct: how many had the right boxed answer.
         exact: how many had the right trace, token for token.
         low: lower end of the 95 % Wilson interval of the accuracy.
         high: upper end.
-        seconds: wall-clock time.
-        template: index into ``problems.TEMPLATES``.
-        kind: see ``Task``.
     """
 
     family: str
@@ -155,9 +145,7 @@ def decode(
     """Generates greedily until every row has ended.
 
     Args:
-        model: causal language model in eval mode.
         prompts: [B, P] int64, rows of equal length.
-        limit: most tokens to generate.
         rule: which cached tokens a generated one may attend to.
 
     Returns:
@@ -207,11 +195,7 @@ def score(
     """Measures the accuracy on problems of one family and size.
 
     Args:
-        model: causal language model in eval mode.
-        tokenizer: its tokenizer.
         problems: non-empty, with prompts of equal length in tokens.
-        rule: the cache to simulate.
-        batch_rows: problems decoded at once.
 
     Returns:
         Counts and interval.

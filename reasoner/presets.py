@@ -14,11 +14,6 @@ class Preset:
     """One size of the reasoner and how it is trained.
 
     Attributes:
-        hidden: hidden size.
-        mlp: intermediate size.
-        layers: decoder layers.
-        heads: query heads.
-        head_dim: size of a head.
         stored: dtype of the exported weights.
         largest: final size of each family in training, in lines.
         max_position: positions that gaps between lines may reach in training.
@@ -28,7 +23,6 @@ class Preset:
         step_tokens: tokens of a step after ``grow_steps``.
         grow_steps: steps over which the tokens of a step grow.
         processes: training processes on a CPU, one core each.
-        kv_heads: KV heads.
     """
 
     hidden: int

@@ -51,7 +51,6 @@ class Problem:
         prompt: what the user says, such as ``3>ba;ba>de;?de``.
         trace: the text that a correct model writes between the think marks.
         answer: one digit.
-        family: name of the generator.
         lines: size of the problem, in lines.
     """
 
@@ -71,7 +70,6 @@ def generate(family: str, lines: int, seed: int, template: int = 0) -> Problem:
     """Makes one problem; the same arguments always give the same problem.
 
     Args:
-        family: a key of ``FAMILIES``.
         lines: size, in lines; at most 120, for ``recall`` at most 240.
         seed: any integer. All problems of one family and size have prompts of equal
             length in tokens, and traces too, but for the traces of ``path``.

@@ -41,8 +41,6 @@ def training_attention(module, query, key, value, mask, scaling, **_):
         query: [B, Hq, T, D].
         key: [B, H, T, D].
         value: [B, H, T, D].
-        mask: unused, rows are never padded.
-        scaling: factor on the scores.
 
     Returns:
         Output [B, T, Hq, D] and None for the weights.
@@ -72,7 +70,6 @@ def loss_and_share(
     """Computes the loss on the completions and the share of tokens predicted.
 
     Args:
-        model: the model in training mode.
         ids: [B, T] int64, on the CPU.
         positions: [B, T] int64 position ids, on the CPU.
         prompt_tokens: leading tokens of each row without loss.
@@ -134,7 +131,6 @@ def average(model: Qwen3ForCausalLM, figures: list[float]) -> list[float]:
 
     Args:
         model: with gradients, which are overwritten.
-        figures: numbers of this process.
 
     Returns:
         The figures' means.
@@ -157,10 +153,7 @@ def train_step(
     """Runs one step, shared among all processes, and updates the progress.
 
     Args:
-        model: trained in place.
-        optimizers: of the model's parameters.
         progress: the same in all processes, before and after.
-        args: the command line.
         spent: seconds that the step before took in this process.
 
     Returns:

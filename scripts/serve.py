@@ -57,12 +57,7 @@ Counters: curl -s {root}/metrics | grep kvpolicy_       Stop: Ctrl-C
 
 
 def build_command(options: argparse.Namespace, device: str) -> list[str]:
-    """Return the `vllm serve` command line.
-
-    Args:
-        options: the parsed command line of this script.
-        device: `cpu` or `cuda`.
-    """
+    """Return the `vllm serve` command line."""
     command = [str(VENV / "bin" / "vllm"), "serve", options.model]
     command += ["--host", options.host, "--port", str(options.port)]
     command += ["--served-model-name", options.name]
@@ -85,7 +80,6 @@ def choose_dtype(options: argparse.Namespace, device: str) -> None:
 
     Args:
         options: the parsed command line of this script; a dtype in `extra` stays.
-        device: `cpu` or `cuda`.
     """
     from vllm_kvpolicy.compat import multiplies_bfloat16
 
@@ -103,9 +97,7 @@ def threads_of_ranks(extra: list[str], cores: list[int], nodes: int) -> str | No
     Left to itself, vLLM gives each rank a NUMA node, and refuses more ranks than nodes.
 
     Args:
-        extra: arguments of `vllm serve`.
         cores: that this process may use, one CPU of each.
-        nodes: NUMA nodes of this machine.
 
     Returns:
         A value of VLLM_CPU_OMP_THREADS_BIND: neighbouring cores for each rank, the same
@@ -144,11 +136,7 @@ def has_policy(options: argparse.Namespace) -> bool:
 
 
 def choose_budget(options: argparse.Namespace) -> None:
-    """Let the pool decide about the budget, unless BUDGET or ARGS say otherwise.
-
-    Args:
-        options: the parsed command line of this script, with ARGS.
-    """
+    """Let the pool decide about the budget, unless BUDGET or ARGS say otherwise."""
     from vllm_kvpolicy.config import KVPolicyConfig
 
     given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
@@ -162,10 +150,6 @@ def choose_budget(options: argparse.Namespace) -> None:
 
 def check_policy(options: argparse.Namespace, device: str) -> None:
     """Refuse bad numbers before vLLM is imported.
-
-    Args:
-        options: the parsed command line of this script.
-        device: `cpu` or `cuda`.
 
     Raises:
         ValueError: naming the variable of make or the key, the value and what is valid.
@@ -203,7 +187,6 @@ def check_model(model: str, extra: list[str]) -> None:
 
     Args:
         model: a folder or a file, or a name on the Hugging Face hub.
-        extra: arguments of `vllm serve`.
 
     Raises:
         ValueError: saying what was found and what to do.
@@ -257,10 +240,6 @@ def _check_name(model: str) -> None:
 
 def check_port(host: str, text: str) -> None:
     """Refuse a port on which another process listens and would answer in our place.
-
-    Args:
-        host: name or address.
-        text: the port as it was given.
 
     Raises:
         ValueError: no port, or no address of this machine; naming what to do.
@@ -318,7 +297,6 @@ def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
     """Wait until the server answers and print how to call it; stop if it ends.
 
     Args:
-        options: the parsed command line of this script.
         server_pid: process id of the server, our parent.
     """
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
@@ -334,12 +312,7 @@ def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
 
 
 def how_to_call(options: argparse.Namespace, root: str) -> str:
-    """Return what is printed once a server answers.
-
-    Args:
-        options: the parsed command line of this script.
-        root: URL of the server.
-    """
+    """Return what is printed once a server answers."""
     policy = "no policy"
     if has_policy(options):
         budget = f", budget {options.budget}" if options.budget else ""

@@ -86,11 +86,7 @@ def find_python() -> str:
 
 
 def fingerprint(lock: str) -> str:
-    """Return a hash of everything that decides what `.venv` holds.
-
-    Args:
-        lock: `cpu` or `cuda`.
-    """
+    """Return a hash of everything that decides what `.venv` holds."""
     digest = hashlib.sha256(f"{lock}\n{ROOT}\n".encode())
     for path in (
         ROOT / "requirements" / f"{lock}.txt",
@@ -116,7 +112,6 @@ def run(command: list, failure: str) -> None:
     """Run `command` with its output in the log.
 
     Args:
-        command: program and arguments.
         failure: the sentence to raise where the output names no better reason.
 
     Raises:
@@ -154,9 +149,6 @@ def wait(process: subprocess.Popen) -> int:
 
 def make_venv(python: str) -> None:
     """Make `.venv` where it is missing or its interpreter does not start.
-
-    Args:
-        python: the interpreter to make it with.
 
     Raises:
         SetupError: the interpreter came without `venv` or `ensurepip`.
@@ -235,9 +227,6 @@ def say(message: str) -> None:
 
 def set_up(lock: str) -> None:
     """Install everything for `lock` and leave the stamp.
-
-    Args:
-        lock: `cpu` or `cuda`.
 
     Raises:
         SetupError: a step failed.

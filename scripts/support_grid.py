@@ -215,7 +215,6 @@ def server_with(policy: dict[str, Any], changes: Mapping[str, Any]) -> Any:
     """Return what the guards read of a finished VllmConfig.
 
     Args:
-        policy: plain form of the server's policy.
         changes: dotted attributes, in place of those of a plain server.
     """
     config = plain_server(policy)

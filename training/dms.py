@@ -81,8 +81,6 @@ def distillation(
     Args:
         student: its output embedding turns `student_hidden` into logits.
         student_hidden: [1, T, d], see `Base.hidden`.
-        teacher: like `student`.
-        teacher_hidden: like `student_hidden`.
         row: tokens that follow the end of a text do not count either.
 
     Returns:
@@ -139,11 +137,9 @@ def train(
     """Train in place to the end, starting from the state file if there is one.
 
     Args:
-        retrofit: teacher and student.
         rows: in the same order each time; see `Run.take`.
         state: state file; kept when the run is done.
         reached: called with each target when it is reached.
-        save_steps: steps between two saves.
 
     Raises:
         ValueError: see `Run.take`.
@@ -307,10 +303,8 @@ def save_checkpoint(
     """Write the student in the dtype of the model's config; overwrites the folder.
 
     Args:
-        folder: to write to.
         retrofit: one with borrowed channels.
         model: folder or name of the original model, for its tokenizer.
-        target: compression ratio reached.
     """
     settings, student = retrofit.settings, retrofit.student.model
     config = AutoConfig.from_pretrained(model)

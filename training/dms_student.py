@@ -40,13 +40,10 @@ class Settings:
         window: W; query i sees key j where i - j <= W.
         alpha_scale: factor on the number that decides.
         alpha_offset: subtracted from the product.
-        temperature: temperature of the sigmoid.
         compression_weight: weight of the loss for dropping too few tokens.
         rows_per_step: sequences per step.
         learning_rate: Adam's, constant except for `hold_rate`.
         hold_rate: factor on the learning rate while the ratio rests.
-        seed: for noise and the order of rows.
-        data: description of the rows.
     """
 
     flavour: str = "adapter"
@@ -133,8 +130,6 @@ class Dropping(Student):
     """How one forward pass drops tokens, and the logits that decide.
 
     Args:
-        settings: settings of the run.
-        rope: the model's rotary embedding.
         epsilon: its norms add this to mean squares.
         weights: adapter of all layers; None where channels are borrowed.
         noise: [L, H, T] float32, added to logits; decisions are then between 0 and 1,
@@ -210,7 +205,6 @@ def without_channel(
     Args:
         query: [B, Hq, T, D], after RoPE.
         num_kv_heads: H.
-        rope: the model's rotary embedding.
         share: factor on the channel, before RoPE and again after it.
 
     Returns:
@@ -238,7 +232,6 @@ def noise_of(base: Base, num_tokens: int, *place: int) -> torch.Tensor:
     The difference of two Gumbel variables has this distribution.
 
     Args:
-        base: the model.
         num_tokens: T.
         place: integers that identify the row; equal ones give equal noise.
     """
@@ -253,8 +246,6 @@ class Retrofit:
     """A teacher, a student, and the adapter if there is one.
 
     Args:
-        settings: settings of the run.
-        teacher: the original model.
         student: the same object with an adapter, a copy with borrowed channels.
         weights: the adapter of all layers, float32; None where channels are borrowed.
     """

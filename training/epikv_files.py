@@ -29,10 +29,6 @@ _SILENT = re.compile(r"\\(?:left|right|[,;!])|[\s$]")
 def read_lines(path: Path, keys: Sequence[str] = TRACE_KEYS) -> list[dict[str, Any]]:
     """Read a file with one JSON object per line.
 
-    Args:
-        path: the file.
-        keys: required keys of each object.
-
     Raises:
         ValueError: the file cannot be read, or a line is not such an object.
     """
@@ -114,7 +110,6 @@ def answer_start(pieces: Sequence[str], prompt_len: int) -> int:
 
     Args:
         pieces: text of each token, prompt included.
-        prompt_len: tokens of the prompt.
 
     Returns:
         An index above `prompt_len`, at most the number of tokens.

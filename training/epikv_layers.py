@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from training import option
 from training.epikv_files import STEP_SIGNAL, Trace, read_lines
 from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.policies.scorers._signals import rolling_mean
@@ -35,7 +36,6 @@ class Correlation:
     Args:
         rho: Spearman's rank correlation over the tokens of all traces.
         folds: the same for each part of the traces.
-        num_pairs: number of tokens.
     """
 
     rho: float
@@ -207,18 +207,9 @@ def main(arguments: Sequence[str]) -> None:
     add("--traces", required=True, type=Path, help="JSONL from epikv-collect")
     add("--labels", required=True, type=Path, help="JSONL from epikv-labels")
     add("--output", type=new_file, help="CSV of all correlations to write")
-    add(
-        "--window",
-        type=int,
-        default=64,
-        help="tokens per rolling average (default: 64)",
-    )
-    add(
-        "--folds",
-        type=int,
-        default=4,
-        help="number of folds whose correlations must agree in sign (default: 4)",
-    )
+    option(parser, "--window", int, 64, "tokens per rolling average")
+    told = "number of folds whose correlations must agree in sign"
+    option(parser, "--folds", int, 4, told)
     given = parser.parse_args(arguments)
     try:
         traces = join(read_lines(given.traces), read_lines(given.labels))

@@ -31,6 +31,7 @@ from vllm import LLM, SamplingParams, TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from training import option
 from training.epikv_files import (
     PROBLEM_KEYS,
     STEP_SIGNAL,
@@ -62,7 +63,6 @@ class StepReader:
 
     Args:
         model: a model of vLLM that runs eagerly, all of it in this process.
-        num_layers: its decoder layers.
 
     Raises:
         ValueError: the layers cannot be found.
@@ -118,9 +118,7 @@ def collect(
     """Answer problems and yield a trace with the steps of each answer.
 
     Args:
-        engine: see `start_engine`.
         problems: with `problem` and `ground_truth`; other keys are copied to the trace.
-        max_tokens: most tokens of an answer.
     """
     num_layers = engine.model_config.hf_text_config.num_hidden_layers
     (reader,) = engine.apply_model(partial(StepReader, num_layers=num_layers))
@@ -167,12 +165,7 @@ def collect_main(arguments: Sequence[str]) -> None:
     add("--model", required=True, help="folder or name, as for vLLM")
     add("--problems", required=True, type=Path, help="JSONL to read")
     add("--output", required=True, type=new_file, help="JSONL to write")
-    add(
-        "--max-tokens",
-        type=int,
-        default=8192,
-        help="maximum tokens per answer (default: 8192)",
-    )
+    option(parser, "--max-tokens", int, 8192, "maximum tokens per answer")
     given = parser.parse_args(arguments)
     try:
         problems = read_lines(given.problems, PROBLEM_KEYS)
@@ -194,12 +187,10 @@ class Windows:
     """Which spans of tokens are overwritten, and with what.
 
     Args:
-        size: tokens per window.
         stride: tokens from one window to the next.
         filler: a name in FILLERS.
         token: fills the window; None for tokens drawn from `vocabulary`, a new draw
             for each window and the same in each run.
-        vocabulary: tokens to draw from.
 
     Example:
         With size 4 and stride 2, `spans(10, 15)` is 10 to 13, 12 to 14 and 14 to 14.
@@ -234,8 +225,6 @@ def label(
     Args:
         trace: a trace with its `ground_truth`.
         pieces: text of each of its tokens.
-        windows: the spans to overwrite.
-        complete: the model.
 
     Returns:
         The trace with `importance`, and with `label_stats`: counts behind the labels.
@@ -268,13 +257,6 @@ def label_all(
     complete: Continue,
 ) -> int:
     """Label the correctly answered traces that are not in the file yet.
-
-    Args:
-        traces: in any order.
-        output: file that labelled traces are appended to, one by one.
-        windows: the spans to overwrite.
-        pieces_of: returns the text of each token.
-        complete: the model.
 
     Returns:
         The number of traces labelled in this call.
@@ -320,30 +302,12 @@ def _labels_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--model", required=True, help="folder or name, as for vLLM")
     add("--traces", required=True, type=Path, help="JSONL to read")
     add("--output", required=True, type=new_file, help="JSONL to write")
-    add(
-        "--window",
-        type=int,
-        default=32,
-        help="tokens overwritten at a time (default: 32)",
-    )
-    add(
-        "--stride",
-        type=int,
-        default=16,
-        help="distance between the starts of two windows in tokens (default: 16)",
-    )
-    add(
-        "--filler",
-        choices=FILLERS,
-        default="eos",
-        help="what to overwrite windows with (default: eos)",
-    )
-    add(
-        "--max-tokens",
-        type=int,
-        default=512,
-        help="maximum tokens per new answer (default: 512)",
-    )
+    option(parser, "--window", int, 32, "tokens overwritten at a time")
+    told = "distance between the starts of two windows in tokens"
+    option(parser, "--stride", int, 16, told)
+    told = "what to overwrite windows with"
+    option(parser, "--filler", str, "eos", told, choices=FILLERS)
+    option(parser, "--max-tokens", int, 512, "maximum tokens per new answer")
     given = parser.parse_args(arguments)
     try:
         given.lines = read_lines(given.traces)

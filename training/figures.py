@@ -35,7 +35,6 @@ class Figures:
         soft_loss: distillation loss with soft decisions, as trained.
         hard_loss: the same with tokens kept or dropped, as served.
         window_loss: the same if every token is dropped that leaves the window.
-        tokens: number of tokens measured.
     """
 
     kept_fraction: float
@@ -71,7 +70,6 @@ def figures_of(
     """Measure students on validation rows.
 
     Args:
-        teacher: the model that sees all keys.
         rows: at least one.
         passes: the students of a row.
         loss: of one student and row.

@@ -39,7 +39,6 @@ class Student(ABC):
         """Return a layer's queries and what `bias` needs to know about its keys.
 
         Args:
-            layer: its index.
             query: [B, Hq, T, D], after RoPE.
             key: [B, H, T, D], after RoPE.
 
@@ -108,12 +107,10 @@ def attention(
     """Attend causally over whole, unpadded sequences, with a student's bias if given.
 
     Args:
-        module: the layer's attention module.
         query: [B, Hq, T, D], after RoPE.
         key: [B, H, T, D], after RoPE.
         value: [B, H, T, D].
         attention_mask: None.
-        scaling: factor on the logits.
         student: the keyword argument of that name of the model's forward.
 
     Returns:
@@ -181,7 +178,6 @@ class Base:
         rope_theta: base of its rotary embedding.
         epsilon: its norms add this to mean squares.
         ends: token ids that end a text.
-        dtype: dtype of computation.
     """
 
     model: Any
@@ -250,8 +246,6 @@ def load_base(
     """Load a model, frozen unless `trained`.
 
     Args:
-        model: folder or name, as for transformers.
-        device: as for torch.
         dtype: dtype of computation, and of weights that are not trained.
         trained: the weights will be trained and are float32.
         gradient_checkpointing: a backward pass computes the inside of layers again

@@ -11,20 +11,13 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
+from training import option
 from training.rows import Maker, ReasonerRows, Rows, read_reasoner, read_rows
 from vllm_kvpolicy.commands.outputs import new_folder
 
 # That of https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/scripts/train.py.
 INSTRUCTION = "Please analyze and summarize the following text:"
 LEAST = {"sinks": 0, "seed": 0, "hold_steps": 0, "fade_steps": 0}  # others: 1
-
-
-def option(
-    parser: Any, flag: str, kind: Any, default: Any, text: str, **more: Any
-) -> None:
-    """Add an option whose help text ends with its default."""
-    told = f"{text} (default: {default})"
-    parser.add_argument(flag, type=kind, default=default, help=told, **more)
 
 
 def check_integers(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
@@ -139,7 +132,6 @@ def settings_of(given: argparse.Namespace, kind: Any, **own: Any) -> Any:
     """Return the settings of a run, but for its own those of the options.
 
     Args:
-        given: the options.
         kind: a dataclass with the field `data`.
         own: fields that differ from the options of their name.
     """

@@ -29,6 +29,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from training import option
 from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.policies.calibration import Calibration
 
@@ -118,7 +119,6 @@ class QueryReader:
 
     Args:
         model: a model of vLLM that runs eagerly, all of it in this process.
-        statistics: receives the queries.
 
     Attributes:
         layers: the attention layers in model order.
@@ -213,9 +213,6 @@ def calibrate(
 
     Args:
         kind: "triattention" or "qfilter".
-        model: folder or name, as for vLLM.
-        tokens: token ids of a text.
-        engine_args: further arguments of vLLM's engine, such as `dtype`.
 
     Raises:
         ValueError: a model whose queries the hooks cannot see.
@@ -275,12 +272,7 @@ def main(kind: str, arguments: Sequence[str]) -> None:
     add = parser.add_argument
     add("--model", required=True, help="folder or name, as for vLLM")
     add("--text", required=True, type=Path, help="UTF-8 text file")
-    add(
-        "--tokens",
-        type=int,
-        default=32768,
-        help="number of tokens to read (default: 32768)",
-    )
+    option(parser, "--tokens", int, 32768, "number of tokens to read")
     add("--output", required=True, type=new_file, help="file to write")
     add(
         "--gpu-memory-utilization",

@@ -48,8 +48,6 @@ def render(messages: Sequence[Message], tokenizer: Any, prompt: bool) -> torch.T
     """Return the ids [T] int64 of a conversation.
 
     Args:
-        messages: its turns.
-        tokenizer: from transformers, with a chat template.
         prompt: end with the start of an answer.
 
     Raises:
@@ -62,10 +60,6 @@ def answers(messages: Sequence[Message], tokenizer: Any) -> torch.Tensor:
     """Return which tokens of `render(messages, tokenizer, False)` are the assistant's.
 
     An answer ends with its turn: the tokens that close it are the assistant's too.
-
-    Args:
-        messages: the turns of a conversation.
-        tokenizer: from transformers, with a chat template.
 
     Returns:
         [T] bool.
@@ -139,12 +133,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows for training and for validation.
-
-    Args:
-        training: at least one.
-        validation: at least one.
-    """
+    """Rows for training and for validation."""
 
     training: Sequence[Row]
     validation: Sequence[Row]
@@ -164,7 +153,6 @@ class Maker:
     """How rows are made.
 
     Args:
-        tokenizer: from transformers.
         length: tokens of text per row, and most tokens of a conversation.
         instruction: the user's message is this, then the text; "" for text alone.
         answers_only: the loss counts only in what the assistant says.
@@ -222,11 +210,6 @@ def read_rows(path: Path, maker: Maker, num_validation: int) -> Rows:
     least `length` tokens makes one row of its first `length` tokens; shorter ones are
     skipped. Messages make one row of at most `length` tokens; it is skipped where the
     loss counts nowhere in it. Any other file is one text, cut into rows.
-
-    Args:
-        path: the file, UTF-8.
-        maker: makes rows.
-        num_validation: rows for validation.
 
     Raises:
         ValueError: a file that cannot be read or has too few rows, or a row that cannot
@@ -303,12 +286,6 @@ def read_reasoner(
     model: Path, tokenizer: Any, length: int, num_validation: int
 ) -> ReasonerRows:
     """Read which problems a reasoner knows, and draw rows for validation.
-
-    Args:
-        model: its checkpoint folder.
-        tokenizer: the model's own, from transformers.
-        length: most tokens of a row; longer ones are skipped.
-        num_validation: rows for validation.
 
     Raises:
         ValueError: a model that the reasoner's trainer did not make, or no problem that

@@ -52,11 +52,8 @@ class Run:
     """A training run and its state file.
 
     Args:
-        name: label of the progress bar.
         settings: a dataclass with `steps` and `rows_per_step`.
         tensors: trained parameters by name.
-        losses: what is minimised.
-        optimizer: updates these tensors.
         begin: called before a step with its number; returns its learning rate.
         state: state file; kept when the run is done.
         save_steps: steps between two saves.

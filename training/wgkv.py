@@ -24,6 +24,7 @@ import torch
 from accelerate import PartialState
 from torch.nn import Parameter
 
+from training import option
 from training.figures import Figures, figures_of
 from training.model import Base, Student, hidden, load_base, weighed
 from training.options import (
@@ -33,7 +34,6 @@ from training.options import (
     check_integers,
     device_of,
     dtype_of,
-    option,
     rows_of,
     settings_of,
 )
@@ -55,15 +55,12 @@ class Settings:
     Args:
         sparsity_weight: the paper's lambda.
         window: tokens that every query sees, itself included.
-        sinks: first tokens, always kept.
         steps: optimiser steps.
         rows_per_step: sequences per step.
         learning_rate: highest learning rate of AdamW.
-        weight_decay: AdamW's.
         warmup: share of the steps in which the learning rate rises.
         expansion: hidden units of a gate per channel of a head; None for the authors'.
         seed: for initial weights and the order of rows.
-        data: description of the rows.
     """
 
     sparsity_weight: float
@@ -84,10 +81,7 @@ class Gating(Student):
     """The gating of one forward pass, and its gate values.
 
     Args:
-        weights: gates of all layers.
-        rope: the model's rotary embedding.
         window: tokens that every query sees, itself included.
-        sinks: first tokens that every query sees.
         threshold: None weights keys by their gates, as in training; a number hides
             keys whose gate is not above it, as in a server.
         values: gates by layer, [B, H, T] float32, written during the pass.
@@ -157,8 +151,6 @@ def position_weights(num_tokens: int, window: int, sinks: int = 0) -> torch.Tens
 
     Args:
         num_tokens: T, length of the sequence.
-        window: tokens that every query sees.
-        sinks: first tokens, whose gates are ignored.
 
     Returns:
         [T] float32: w_j = 1 - min(1, window / (T - j)), 0 for sinks.
@@ -230,11 +222,8 @@ def train(
     """Train gates to the end, starting from the state file if there is one.
 
     Args:
-        base: the frozen model.
         rows: in the same order each time; see `Run.take`.
-        settings: settings of the run.
         state: state file; kept when the run is done.
-        save_steps: steps between two saves.
 
     Raises:
         ValueError: see `Run.take`.
@@ -282,11 +271,7 @@ def measure(
     """Measure gates on validation rows.
 
     Args:
-        base: the frozen model.
         rows: at least one.
-        weights: the gates.
-        window: tokens that every query sees, itself included.
-        sinks: first tokens, always kept.
         threshold: tokens with a gate above this are kept.
     """
 
@@ -340,20 +325,10 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
     option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
     option(parser, "--learning-rate", float, plain.learning_rate, "peak learning rate")
     option(parser, "--weight-decay", float, plain.weight_decay, "weight decay of AdamW")
-    option(
-        parser,
-        "--warmup",
-        float,
-        plain.warmup,
-        "fraction of the steps used for warm-up",
-    )
-    option(
-        parser,
-        "--seed",
-        int,
-        plain.seed,
-        "random seed of initial weights and row order",
-    )
+    told = "fraction of the steps used for warm-up"
+    option(parser, "--warmup", float, plain.warmup, told)
+    told = "random seed of initial weights and row order"
+    option(parser, "--seed", int, plain.seed, told)
     parser.add_argument(
         "--expansion",
         type=float,

@@ -243,7 +243,6 @@ def settings_of(args: argparse.Namespace, judge: str | None) -> Line:
     """Return the settings that all lines of a file share.
 
     Args:
-        args: the parsed command line.
         judge: version of math-verify, None if it is not used.
     """
     weights = args.model / "model.safetensors"
@@ -278,11 +277,7 @@ def run(
     """Send each server the requests that the output file lacks, after a warm-up.
 
     Args:
-        args: the parsed command line.
-        client: sends the requests.
-        wanted: by server.
         lines: of the output file; new ones are added, here and in the file.
-        log_folder: where the servers' logs go.
 
     Returns:
         Server -> events that it counted; and a sentence per failed problem.
@@ -335,8 +330,6 @@ def ask_batches(
     """Send requests by policy and task; yield what the server measured for each.
 
     Args:
-        client: sends the requests.
-        url: root of the server.
         asked: requests, those of a policy and a task together.
         write: called with each line when it is known.
         failures: a sentence for each problem that failed is added.

@@ -40,7 +40,6 @@ class Asked:
 
     Attributes:
         key: fields that name the output line.
-        question: the question.
         sample: number of the answer among several to the same question.
         extra: `vllm_xargs`, or None.
     """
@@ -56,15 +55,12 @@ class Client:
     """Sends requests with fixed settings.
 
     Attributes:
-        concurrency: most requests at once.
         timeout: seconds for one try.
         tries: tries of one request, at least 1.
         pause: seconds before the second try; doubled for each further one.
         temperature: 0 for greedy decoding.
         max_tokens: most tokens of an answer; None for each question's limit.
         max_failures: problems that may fail before the run stops.
-        model: the server's name of the model.
-        equal: see `scoring.judge`.
     """
 
     concurrency: int = 16
@@ -173,9 +169,6 @@ class Client:
         """Send all requests, `concurrency` at a time.
 
         Args:
-            url: root of the server.
-            wanted: requests, sent in this order.
-            write: called with each output line.
             failures: those of earlier calls count, too; new ones are added.
 
         Returns:

@@ -25,8 +25,6 @@ def cost_of(
     """Return the cost of one answer.
 
     Args:
-        line: line of an output file.
-        settings: settings of that file.
         length: tokens after which the answer is cut off; None for its full length.
 
     Returns:
@@ -88,11 +86,6 @@ def full_cost(prompt: int, output: int, block: int) -> tuple[int, int]:
     The token that is fed at position p reads p + 1 tokens. The first output token comes
     from the prompt's last step, and the last one is never fed: a prompt of 3 and an
     output of 3 tokens read 4 + 5 = 9.
-
-    Args:
-        prompt: tokens of the prompt.
-        output: tokens of the answer.
-        block: tokens per block.
     """
     last = prompt + output - 1
     read = (prompt + 1 + last) * (output - 1) // 2
@@ -109,9 +102,6 @@ def bounded_cost(
     """Return the cost under a policy; see `cost_of` and `full_cost`.
 
     Args:
-        prompt: tokens of the prompt.
-        output: tokens of the answer.
-        footprint: of the request.
         dropped: by its events; None for what the footprint says.
         selected: tokens that a step reads where a selection chooses pages, local ones
             included; None where it reads all. Where heads hold different numbers of

@@ -14,12 +14,9 @@ class Format:
     """The keys of one kind of file.
 
     Attributes:
-        question: keys of the question.
         answer: keys of the answer: a text, a number or a list of texts.
         id: keys of the id; without one it is the line number.
         max_tokens: default for the most tokens of an answer.
-        context: keys of a text before the question.
-        is_math: the answer is in a box.
         after: mark within the value after which the answer begins, such as `####`.
     """
 

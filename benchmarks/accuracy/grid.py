@@ -40,8 +40,6 @@ def setups_of(
 
     Args:
         policies: `NAME` or `NAME:VARIANT`; those that read no budget have the first.
-        budgets: tokens.
-        intervals: tokens.
     """
     kinds: dict[tuple[bool, str], list[str]] = {}
     for label in policies:
@@ -97,7 +95,6 @@ def shard_of(
     """Return the cells of one shard: neighbours, so that few servers start.
 
     Args:
-        cells: all cells.
         questions: by task; they determine a cell's cost.
         part: the shard, from 1 to `parts`.
         parts: number of shards, of about equal cost.
@@ -121,10 +118,6 @@ def asked_of(
     """Return the requests that are still to be sent, by server.
 
     Args:
-        cells: cells of this run.
-        questions: by task.
-        samples: answers to each question.
-        done: keys of existing lines.
         is_given: whether the server is that of `--url`.
     """
     wanted: dict[Setup, list[Asked]] = {}
@@ -148,9 +141,7 @@ def estimate(
     """Return the number of missing answers and an estimate of the seconds.
 
     Args:
-        wanted: missing requests, by server.
         lines: existing answers; the estimate uses their speed if there are any.
-        concurrency: requests at once.
     """
     speed = TOKENS_PER_SECOND
     if seconds := sum(line["seconds"] for line in lines):
@@ -169,7 +160,6 @@ def read_grid(path: Path, known: Collection[str]) -> dict[str, Any]:
 
     Args:
         path: maps names of long options, with underscores for dashes, to values.
-        known: valid names.
 
     Raises:
         ValueError: not a mapping, or an unknown name.

@@ -68,7 +68,6 @@ def majority(samples: Sequence[Line], length: int | None = None) -> bool:
     """Return whether the most frequent answer of the samples is right.
 
     Args:
-        samples: answers to one question.
         length: answers of more tokens do not vote; None for no limit.
     """
     voters = [

@@ -44,8 +44,6 @@ def front(
 
     Args:
         rows: with known costs, in any order.
-        cost: key of the cost.
-        measure: key of the share right.
     """
     best, kept = 0.0, []
     for row in sorted(rows, key=lambda row: (row[cost], -row[measure])):
@@ -66,7 +64,6 @@ def mean_height(points: Points, low: np.ndarray, high: np.ndarray) -> np.ndarray
     average from 1 to 5, and 0.3 from 0 to 3 is 0.3 * 2 / 3.
 
     Args:
-        points: of choices in any order.
         low, high: [...], ends of the range, low < high.
     """
     order = np.argsort(points[0], axis=-1, kind="stable")

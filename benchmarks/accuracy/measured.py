@@ -3,10 +3,9 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.request import urlopen
 
 from benchmarks.accuracy.results import KEY_FIELDS, Line
-from benchmarks.server import parse_metrics
+from benchmarks.accuracy.servers import metrics_of
 
 PLACE_FIELDS = KEY_FIELDS[:4]
 """What makes answers a batch: policy, budget, interval, task."""
@@ -23,8 +22,7 @@ def place_of(line: Line) -> tuple:
 
 def counted(url: str) -> dict[str, float] | None:
     """Return a server's counters; None if it does not count."""
-    with urlopen(url + "/metrics", timeout=30) as response:
-        metrics = parse_metrics(response.read().decode())
+    metrics = metrics_of(url)
     series = {name: f"kvpolicy_{name}_total" for name in COUNTERS}
     if not metrics.keys() >= set(series.values()):
         return None
@@ -38,9 +36,6 @@ def measure(
 
     Args:
         url: root of a server without other clients.
-        place: see `place_of`.
-        clients: most requests at once.
-        ask: sends the requests and returns the answers.
 
     Returns:
         The fields of PLACE_FIELDS; `answers`, `output_tokens`, of those; `seconds`,
@@ -69,7 +64,6 @@ def figures(batches: Sequence[Line], block_size: int) -> dict[str, Any]:
 
     Args:
         batches: at least one, of one policy; of one task or of all.
-        block_size: tokens per block.
 
     Returns:
         `answers`: those that batches have; `clients`: most requests at once; `tok_s`:
@@ -104,8 +98,6 @@ def ratios_to_full(
 
     Args:
         ours: family -> figures of a policy.
-        full: family -> figures of full KV.
-        pooled: family of all tasks together.
 
     Returns:
         Family -> figure of COMPARED -> `ratio`; `low`, `high`: smallest and largest

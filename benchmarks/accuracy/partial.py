@@ -26,9 +26,6 @@ Scores = Mapping[str, float]
 def scores_of(line: Line) -> Scores | None:
     """Return the partial scores of an answer.
 
-    Args:
-        line: line of an output file.
-
     Returns:
         `prefix`: characters of the right trace before the first that the answer has
         otherwise, over its length; `lines`: share of the trace's lines that the answer
@@ -61,9 +58,7 @@ def _trace(family: str, size: int, seed: int, digest: str) -> str:
     return problem.trace
 
 
-def scores_by_question(
-    members: Sequence[Line],
-) -> dict[tuple[str, str], Scores] | None:
+def scores_by_question(members: Sequence[Line]) -> dict[tuple[str, str], Scores] | None:
     """Return the scores of questions, means over samples; None if one is not known."""
     found = {}
     for question, samples in by_question(members).items():

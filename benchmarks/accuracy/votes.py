@@ -11,14 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.accuracy.cost import cost_of
-from benchmarks.accuracy.groups import (
-    POOLED,
-    Groups,
-    Place,
-    Row,
-    by_question,
-    majority,
-)
+from benchmarks.accuracy.groups import POOLED, Groups, Place, Row, by_question, majority
 from benchmarks.accuracy.results import Line
 from reasoner.intervals import wilson
 
@@ -96,10 +89,6 @@ def choices_of(groups: Groups, settings: Line) -> list[Choice]:
     """Return all choices; none with one sample.
 
     Tasks are pooled in POOLED, at the widths that all of a policy's tasks have.
-
-    Args:
-        groups: answers, see `groups.grouped`.
-        settings: of their files.
     """
     members = [(names, lines) for names, lines in groups.items() if names[1] != POOLED]
     if not any(line["sample"] for _, lines in members for line in lines):

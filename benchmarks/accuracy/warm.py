@@ -20,21 +20,14 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 from benchmarks import provenance
 from benchmarks.accuracy import grid, measured, results
-from benchmarks.accuracy.__main__ import (
-    client_of,
-    folder_of,
-    parse_args,
-    settings_of,
-)
+from benchmarks.accuracy.__main__ import client_of, folder_of, parse_args, settings_of
 from benchmarks.accuracy.client import Client
-from benchmarks.accuracy.servers import serving
+from benchmarks.accuracy.servers import metrics_of, serving
 from benchmarks.load import LoadError
 from benchmarks.printing import log
-from benchmarks.server import parse_metrics
 
 STATES = {"cold": "", "warm": " --enable-prefix-caching"}
 HITS = "vllm:prefix_cache_hits_total"
@@ -44,20 +37,13 @@ Line = dict[str, Any]
 
 def hits_of(url: str) -> float:
     """Return how many prompt tokens a server has taken from its prefix cache."""
-    with urlopen(url + "/metrics", timeout=30) as response:
-        return parse_metrics(response.read().decode())[HITS]
+    return metrics_of(url)[HITS]
 
 
 def ask(
     args: argparse.Namespace, client: Client, state: str, logs: Path
 ) -> tuple[list[Line], list[Line], list[str]]:
     """Ask what the file of a state lacks.
-
-    Args:
-        args: the parsed command line.
-        client: sends the requests.
-        state: one of STATES.
-        logs: folder for the servers' logs.
 
     Returns:
         The answers; per policy and task, `hit_tokens` of the prompts; and a sentence
@@ -102,8 +88,6 @@ def compare(
     """Return a row per policy, budget and interval.
 
     Args:
-        cold: answers without the cache.
-        warm: answers with it.
         batches: `hit_tokens` of the latter.
     """
     plain = {results.key_of(line): line for line in cold}

@@ -11,13 +11,7 @@ THETA, EXPANSION = 5e5, 4  # Llama's rotation, and its gates' units per channel
 
 
 def make_until_attention(size: Size, draw: Draw, queries: int = 1) -> Arguments:
-    """Rows of one layer; every other one in ten has no query.
-
-    Args:
-        size: of the event.
-        draw: random numbers.
-        queries: of a row, at most.
-    """
+    """Rows of one layer; every other one in ten has no query."""
     rows, width = size.events * size.heads, size.row_pages
     count = max(rows * width + 1, size.pool_pages)
     pages = draw.order(count - 1)[: rows * width] + 1
@@ -69,14 +63,8 @@ def gates_of(size: Size, draw: Draw) -> GateWeights:
     return GateWeights(**made)
 
 
-def make_paged_gates(size: Size, draw: Draw, paged: Arguments) -> Arguments:
-    """Gates of the newest tokens of each row.
-
-    Args:
-        size: of the event.
-        draw: random numbers.
-        paged: keys and lengths, on the device; see `kernel_inputs.paged_keys`.
-    """
+def gates_of_newest(size: Size, draw: Draw, paged: Arguments) -> Arguments:
+    """Return gates of the newest tokens of each row of `kernel_inputs.paged_keys`."""
     lengths = paged["lengths"][..., None]
     newest = torch.arange(2 * size.window, device=lengths.device) - 2 * size.window
     token = (lengths + newest).clamp_min(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.gpu.engine import EngineSpec
 from benchmarks.gpu.models import token_bytes
-from benchmarks.gpu.parts import COPY, Options, Part, Verdict, measure_copy
+from benchmarks.gpu.parts import COPY, Options, Part, Table, Verdict, measure_copy
 from benchmarks.gpu.process import Cell, take_turns
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.serving import FP8, POLICY, STOCK, TOKEN_IDS
@@ -29,15 +29,8 @@ class Decode(Part):
     """What is measured.
 
     Args:
-        contexts: prompt lengths.
-        batch: requests.
-        budget: of the policy.
-        interval: of the policy.
-        prefill_interval: of the policy.
         steps: timed by the host's clock.
         profiled: further steps, timed by kernel.
-        limit_s: most seconds of one measurement.
-        engines: measured in turn.
     """
 
     contexts: tuple[int, ...] = (8192, 16384, 32768)
@@ -116,9 +109,7 @@ class Decode(Part):
         }
         return Cell(engine, "decode", arguments, f"{context}, {engine}")
 
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return steps beside stock's, and attention beside its floor."""
         header = ["context", "engine", "step ms", "/ stock", "held", "attention ms"]
         header += ["floor ms", "floor / attention", "GB/s"]

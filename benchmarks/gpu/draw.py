@@ -51,8 +51,6 @@ class Draw:
     """Random tensors on a device: those of a source, whatever the device.
 
     Args:
-        seed: of all of them.
-        device: where they go.
         source: where they are drawn; a GPU is much faster than the host, and draws
             other numbers. It must be the default device while tensors are made.
     """

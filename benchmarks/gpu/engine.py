@@ -14,12 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.gpu.models import (
-    drawn_weights,
-    token_bytes,
-    weight_bytes,
-    write_model,
-)
+from benchmarks.gpu.models import drawn_weights, token_bytes, weight_bytes, write_model
 from benchmarks.gpu.timing import Spans, watched
 from benchmarks.load import Completion
 from benchmarks.stats import latencies
@@ -53,14 +48,8 @@ class EngineSpec:
     """One engine of a comparison.
 
     Args:
-        name: what it is called in results.
-        model: one of models.SHAPES.
-        folder: where its model folder is written.
         pool_tokens: tokens of an unquantised KV cache that its pool has bytes for.
-        max_model_len: longest request, tokens.
-        max_num_seqs: most requests in a step.
         policy: the plain form of the policy's configuration; None for stock vLLM.
-        settings: further arguments of vLLM's LLM.
     """
 
     name: str
@@ -109,11 +98,7 @@ class EngineSpec:
 
 
 class BenchEngine:
-    """A vLLM engine in this process.
-
-    Args:
-        spec: what to start.
-    """
+    """A vLLM engine in this process."""
 
     def __init__(self, spec: EngineSpec) -> None:
         arguments = spec.arguments()
@@ -187,9 +172,7 @@ class BenchEngine:
         """Run all requests of a workload at once and return what it took.
 
         Args:
-            workload: the requests.
             number: chooses the contents of prompts.
-            extra: the requests' own knobs.
             limit_s: seconds after which what is left is aborted; the result then says
                 `complete: False` and its figures are those of the time until then.
             watch: time operations and events; returned as `spans_ms`.
@@ -232,8 +215,6 @@ class BenchEngine:
 
         Args:
             workload: the requests; their output must be longer than both spans.
-            number: chooses the contents of prompts.
-            steps: to time by the host's clock.
             profiled: further steps, to time kernel by kernel; only on a GPU.
 
         Returns:
@@ -344,10 +325,7 @@ class Requests:
     """Requests that are sent at once, and when their tokens came.
 
     Args:
-        bench: serves them.
-        prompts: token ids.
         output_tokens: of each, forced.
-        extra: the requests' own knobs.
 
     Attributes:
         completions: one per request.
@@ -383,7 +361,6 @@ class Requests:
 
         Args:
             goes_on: asked before each step; steps end with the last request, too.
-            limit_s: seconds.
         """
         engine = self.bench.engine
         end = time.perf_counter() + limit_s

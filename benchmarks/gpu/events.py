@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.gpu.engine import EngineSpec
-from benchmarks.gpu.parts import Options, Part, Verdict
+from benchmarks.gpu.parts import Options, Part, Table, Verdict
 from benchmarks.gpu.process import Cell, take_turns
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.serving import (
@@ -36,12 +36,8 @@ class Events(Part):
     Args:
         policies: served by one engine.
         intervals: tokens between events; the first is the server's.
-        requests: sent at once.
         prompt_tokens: of each, so long that the prompt's end is an event.
         output_tokens: of each, forced.
-        budget: of the policies.
-        rounds: of everything.
-        limit_s: most seconds of one measurement.
     """
 
     policies: tuple[str, ...] = (POLICY, "snapkv", "keydiff", "streaming")
@@ -114,18 +110,12 @@ class Events(Part):
             if all(knobs != each.arguments["extra"] for each in asked):
                 arguments = {"workload": few, "number": -1 - len(asked), "extra": knobs}
                 asked.append(Cell(cell.engine, "round", arguments))
-        whole = {
-            "workload": self.workload(),
-            "number": -99,
-            "limit_s": WARM_UP_SECONDS,
-        }
+        whole = {"workload": self.workload(), "number": -99, "limit_s": WARM_UP_SECONDS}
         asked += [Cell(name, "round", whole) for name in (STOCK, POLICY)]
         specs = self.engines(options)
         take_turns(record, options, specs, asked, self.cells(), self.limit_s)
 
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return milliseconds per event, and shares of the round."""
         parts = [EVENT, *WITHIN_EVENTS, "rest"]
         header = ["policy", "events", *(f"{part}, ms each" for part in parts)]

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -33,13 +33,18 @@ WITH_POOL = (
 )
 """Operations that read or write keys and values."""
 MUTATED = {
+    "compact_pages": ("pages",),
     "enter_page_lists": ("table_pages", "table_first"),
     "enter_requests": ("global_blocks", "num_global", "frontier_blocks"),
     "head_page_tables": ("tables", "offsets"),
+    "page_bounds": ("bounds",),
+    "until_attention": ("output",),
     "write_survivors": ("survivors", "local"),
     "write_until": ("until",),
 }
 """Operations whose result is what all of some arguments hold afterwards."""
+COPIES = ("compact_pages", "page_bounds", "save_rows")
+"""Operations that compute nothing, so that every bit has to be right, NaN's too."""
 Outputs = dict[str, torch.Tensor]
 
 
@@ -73,29 +78,22 @@ def outputs(
     """Run an implementation; return everything that the contract specifies.
 
     Args:
-        operation: what to run.
         which: one of dispatch.IMPLEMENTATIONS.
         arguments: of the call; some are changed.
-        poison: see `poisoned`.
     """
-    call = operation.implementation(which)
-    if poison:
-        with poisoned():
-            result = call(**arguments)
-    else:
-        result = call(**arguments)
-    return dict(_specified(operation.name, arguments, result))
+    with poisoned() if poison else nullcontext():
+        result = operation.implementation(which)(**arguments)
+    found = dict(_specified(operation.name, arguments, result))
+    if operation.name in COPIES:
+        found = {name: _bits(values) for name, values in found.items()}
+    return found
 
 
 def _specified(
     name: str, arguments: Arguments, result: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    if name == "compact_pages":
-        yield "pages", _bits(arguments["pages"])
-    elif name == "save_rows":  # the first row is nobody's
-        yield "saved", _bits(arguments["saved"][1:])
-    elif name == "until_attention":
-        yield "output", arguments["output"]
+    if name == "save_rows":  # the first row is nobody's
+        yield "saved", arguments["saved"][1:]
     elif name == "paged_gates":  # as exact as the numbers that they are made of
         yield "result", result.to(arguments["weights"].first.dtype)
     elif name == "page_tables":
@@ -108,8 +106,6 @@ def _specified(
         yield from {key: arguments[key] for key in MUTATED[name]}.items()
         if result is not None:
             yield "result", result
-    elif name == "page_bounds":
-        yield "bounds", _bits(arguments["bounds"])
     elif isinstance(result, tuple):
         yield from ((f"result {n}", each) for n, each in enumerate(result))
     elif is_dataclass(result):
@@ -175,9 +171,6 @@ def check_operation(
 
     Args:
         label: one of kernel_inputs.MAKERS.
-        size: of the event.
-        seed: of the numbers.
-        device: where the implementations run.
         twins: some of dispatch.IMPLEMENTATIONS.
         beside: where numbers are drawn and the reference runs.
 

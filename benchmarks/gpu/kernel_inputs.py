@@ -5,33 +5,14 @@ on a GPU can be compared with the reference on a CPU.
 """
 
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pkgutil import iter_modules
 
 import torch
 
-from benchmarks.gpu.admission_inputs import make_paged_gates, make_until_attention
+from benchmarks.gpu import admission_inputs, event_inputs, step_inputs
 from benchmarks.gpu.draw import CPU, Arguments, Draw, Size
-from benchmarks.gpu.event_inputs import (
-    make_assign_pages,
-    make_count_in_pages,
-    make_enter_page_lists,
-    make_enter_requests,
-    make_limit_must_keep,
-    make_list_survivors,
-    make_must_keep_tokens,
-    make_page_quota,
-    make_read_survivors,
-    make_survivor_moves,
-    make_write_survivors,
-)
-from benchmarks.gpu.step_inputs import (
-    make_best_pages,
-    make_head_page_tables,
-    make_page_tables,
-    make_save_rows,
-    make_write_until,
-)
 from vllm_kvpolicy import kernels
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
@@ -247,7 +228,6 @@ def make_compact_pages(size: Size, draw: Draw, loyalty: float = 1.0) -> Argument
 
     Args:
         size: survivors per row are its budget.
-        draw: random numbers.
         loyalty: share of pages that stay where they are in their row's list.
     """
     numbers, before = pool(size, draw)
@@ -308,68 +288,56 @@ def make_page_scores(size: Size, draw: Draw) -> Arguments:
     }
 
 
-MAKERS: dict[str, Callable[[Size, Draw], Arguments]] = {
-    "window_usage": make_window_usage,
-    "window_usage, nuclei": lambda size, draw: make_window_usage(size, draw, 0.9),
-    "window_usage, sinks": lambda size, draw: make_window_usage(
-        size, draw, has_sinks=True
-    ),
-    "paged_norms": make_paged_norms,
+def make_paged_gates(size: Size, draw: Draw) -> Arguments:
+    """Gates of the newest tokens of each row."""
+    return admission_inputs.gates_of_newest(size, draw, paged_keys(size, draw))
+
+
+Maker = Callable[[Size, Draw], Arguments]
+# Of an operation with several kinds of inputs, those behind a comma.
+SPECIAL: dict[str, Maker] = {
+    "window_usage, nuclei": partial(make_window_usage, mass=0.9),
+    "window_usage, sinks": partial(make_window_usage, has_sinks=True),
     "paged_cosines": paged_keys,
-    "paged_projections": make_paged_projections,
-    "paged_pair_projections": make_paged_pair_projections,
-    "paged_quadratics": make_paged_quadratics,
-    "segment_quota": make_segment_quota,
-    "segment_quota, code": lambda size, draw: make_segment_quota(size, draw, "code"),
-    "credited_mass": make_credited_mass,
-    "pooled_usage": make_pooled_usage,
-    "pick_by_quota": make_pick_by_quota,
-    "fill_next_best": make_fill_next_best,
-    "top_k_mask": make_top_k_mask,
-    "resize": make_resize,
-    "compact_pages": make_compact_pages,
-    "compact_pages, owners": lambda size, draw: make_compact_pages(size, draw, 0.6),
-    "page_tables": make_page_tables,
-    "head_page_tables": make_head_page_tables,
-    "save_rows": make_save_rows,
-    "until_attention": make_until_attention,
-    "until_attention, prompts": lambda size, draw: make_until_attention(size, draw, 64),
-    "paged_gates": lambda size, draw: make_paged_gates(
-        size, draw, paged_keys(size, draw)
+    "segment_quota, code": partial(make_segment_quota, preset="code"),
+    "compact_pages, owners": partial(make_compact_pages, loyalty=0.6),
+    "until_attention, prompts": partial(
+        admission_inputs.make_until_attention, queries=64
     ),
-    "assign_pages": make_assign_pages,
-    "count_in_pages": make_count_in_pages,
-    "enter_page_lists": make_enter_page_lists,
-    "enter_requests": make_enter_requests,
-    "limit_must_keep": make_limit_must_keep,
-    "list_survivors": make_list_survivors,
-    "must_keep_tokens": make_must_keep_tokens,
-    "page_quota": make_page_quota,
-    "read_survivors": make_read_survivors,
-    "survivor_moves": make_survivor_moves,
-    "write_survivors": make_write_survivors,
-    "page_bounds": make_page_bounds,
-    "page_scores": make_page_scores,
-    "best_pages": make_best_pages,
-    "write_until": make_write_until,
+}
+LABELS = (
+    *("window_usage", "window_usage, nuclei", "window_usage, sinks", "paged_norms"),
+    *("paged_cosines", "paged_projections", "paged_pair_projections"),
+    *("paged_quadratics", "segment_quota", "segment_quota, code", "credited_mass"),
+    *("pooled_usage", "pick_by_quota", "fill_next_best", "top_k_mask", "resize"),
+    *("compact_pages", "compact_pages, owners", "page_tables", "head_page_tables"),
+    *("save_rows", "until_attention", "until_attention, prompts", "paged_gates"),
+    *("assign_pages", "count_in_pages", "enter_page_lists", "enter_requests"),
+    *("limit_must_keep", "list_survivors", "must_keep_tokens", "page_quota"),
+    *("read_survivors", "survivor_moves", "write_survivors", "page_bounds"),
+    *("page_scores", "best_pages", "write_until"),
+)
+# All others are the functions of their names, wherever they are.
+NAMED = {
+    **vars(admission_inputs),
+    **vars(event_inputs),
+    **vars(step_inputs),
+    **globals(),
+}
+MAKERS: dict[str, Maker] = {
+    label: SPECIAL.get(label) or NAMED[f"make_{label}"] for label in LABELS
 }
 """By operation, and what is special about the inputs behind a comma."""
 
 
 def make(
-    label: str,
-    size: Size,
-    seed: int,
-    device: torch.device,
-    source: torch.device = CPU,
+    label: str, size: Size, seed: int, device: torch.device, source: torch.device = CPU
 ) -> Arguments:
     """Return the arguments of one call of an operation.
 
     Args:
         label: one of MAKERS.
-        size: of the event.
         seed: the same one gives the same numbers on every device.
-        device: where tensors go.
         source: where they are drawn.
     """
     with source:

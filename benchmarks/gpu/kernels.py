@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.draw import Arguments, Size
 from benchmarks.gpu.kernel_checks import check_operation, outputs, reference_device
 from benchmarks.gpu.kernel_inputs import MAKERS, SMALL_SIZES, make, operations
-from benchmarks.gpu.parts import COPY, Options, Part, measure_copy
+from benchmarks.gpu.parts import COPY, Options, Part, Table, measure_copy
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import median_ms
 from vllm_kvpolicy.kernels.libraries import CUDA
@@ -40,12 +40,7 @@ def implementations(label: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Kernels(Part):
-    """What is measured.
-
-    Args:
-        sizes: of events, by name.
-        repeats: of each call.
-    """
+    """What is measured."""
 
     sizes: Mapping[str, Size] = field(default_factory=lambda: SIZES)
     repeats: int = 100
@@ -91,9 +86,7 @@ class Kernels(Part):
         milliseconds = median_ms(call, device, self.repeats)
         return {"ms": milliseconds, "bytes": moved, "size": size.plain()}
 
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return the times, and the share of what a copy reaches."""
         lines = []
         for name in self.names(options)[1:]:

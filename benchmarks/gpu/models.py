@@ -79,12 +79,7 @@ GAINS = {"qkv_proj": 1.5, "q_norm": 1.5, "k_norm": 1.5, "lm_head": 4.0}
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """Write a model folder without weights and tokenizer.
-
-    Args:
-        name: one of SHAPES.
-        folder: to write to; made if it is not there.
-    """
+    """Write a model folder without weights and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2) + "\n")
     return folder
@@ -94,7 +89,6 @@ def token_bytes(name: str, value_bytes: int = 2) -> int:
     """Return the bytes of one token's keys and values in all layers.
 
     Args:
-        name: one of SHAPES.
         value_bytes: of a number in the KV cache.
     """
     shape = SHAPES[name]
@@ -103,12 +97,7 @@ def token_bytes(name: str, value_bytes: int = 2) -> int:
 
 
 def weight_bytes(name: str, value_bytes: int = 2) -> int:
-    """Return the bytes of a model's weights.
-
-    Args:
-        name: one of SHAPES.
-        value_bytes: of a number.
-    """
+    """Return the bytes of a model's weights."""
     shape = SHAPES[name]
     width, size = shape["hidden_size"], shape["head_dim"]
     heads = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])

@@ -16,6 +16,8 @@ from benchmarks.printing import log
 
 TINY = "tiny"
 COPY, COPY_LIMIT_S = "copy", 10.0
+Table = tuple[list[str], list[list[str]]]
+"""Header and lines."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,6 @@ class Options:
 
     Args:
         model: one of models.SHAPES; `tiny` goes with sizes that a CPU can do.
-        folder: for model folders.
         seconds: after which nothing new is begun.
     """
 
@@ -64,10 +65,7 @@ class Options:
         """Measure what the record lacks, if there is time for it.
 
         Args:
-            record: gets it.
-            name: of the measurement.
             limit_s: the most seconds that it may take.
-            call: returns it.
         """
         if name in record.cells or not self.has_time(limit_s):
             return
@@ -90,14 +88,7 @@ def measure_copy(record: Record, options: Options) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A number beside its target.
-
-    Args:
-        name: what it is.
-        value: the number.
-        target: what it should be.
-        at_most: the target is an upper limit.
-    """
+    """A number beside its target."""
 
     name: str
     value: float
@@ -128,9 +119,7 @@ class Part(ABC):
         """Measure what the record lacks."""
 
     @abstractmethod
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return header and lines of what was measured."""
 
     def verdicts(self, record: Record, options: Options) -> list[Verdict]:

@@ -114,7 +114,6 @@ def groups_that_fit(
     """Return engines in groups that the GPU has memory for, in order.
 
     Args:
-        specs: of the engines.
         card_bytes: of the GPU; without one (None) they are one group.
     """
     if card_bytes is None:
@@ -135,9 +134,7 @@ class Cell:
     """One measurement of one engine.
 
     Args:
-        engine: its name.
         method: of BenchEngine.
-        arguments: of the method.
         name: of the measurement; a warm-up has none.
     """
 
@@ -159,10 +156,7 @@ def take_turns(
 
     Args:
         record: gets each cell that it lacks, with what its engine is.
-        options: say how much time there is.
-        specs: of the engines.
         warm_ups: asked of an engine before its first cell.
-        cells: measurements, in order.
         limit_s: the most seconds of one whose arguments do not say it.
     """
     for group in groups_that_fit(specs, options.card_bytes):

@@ -22,8 +22,6 @@ class Record:
     """Measurements by name.
 
     Args:
-        path: of the file.
-        part: name of the part.
         settings: what was asked for; measurements of other settings do not belong into
             the same file.
 

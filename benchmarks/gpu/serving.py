@@ -7,13 +7,12 @@ pool. Engines start once, with the pool of the load that has the largest; blocks
 held back from them while others run.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from statistics import median
 from typing import Any
 
 from benchmarks.gpu.engine import EngineSpec
-from benchmarks.gpu.parts import Options, Part, Verdict
+from benchmarks.gpu.parts import Options, Part, Table, Verdict
 from benchmarks.gpu.process import Cell, take_turns
 from benchmarks.gpu.record import Record
 from benchmarks.workload import Workload, pool_blocks
@@ -52,11 +51,8 @@ class Load:
     """Requests that are sent at once, and the pool that they get.
 
     Args:
-        requests: how many.
-        prompt_tokens: of each.
         output_tokens: of each, forced.
         share: size of the pool.
-        budget: of the policies.
         limit_s: most seconds of one measurement; longer ones are cut off, and say so.
     """
 
@@ -98,16 +94,12 @@ class Contest(Part):
     """Engines that get the same requests.
 
     Args:
-        loads: in turn.
-        engines: names.
         interval: tokens between two events.
-        rounds: of everything, with new prompts.
     """
 
     loads: tuple[Load, ...]
     engines: tuple[str, ...] = (STOCK, POLICY, PRESSURE, FP8)
     interval: int = 256
-    rounds: int = 1
 
     def tiny(self) -> "Contest":
         """Return one of the same form that a CPU can do."""
@@ -140,23 +132,15 @@ class Contest(Part):
             found.append(options.engine(name, self.pool_tokens, **settings))
         return found
 
-    def cells(self) -> Iterator[tuple[Load, str, int, str]]:
-        """Yield load, engine, round and name of all cells; who is first takes turns."""
-        for load in self.loads:
-            for number in range(self.rounds):
-                first = number % len(self.engines)
-                for engine in self.engines[first:] + self.engines[:first]:
-                    yield load, engine, number, f"{load}, {engine}, round {number}"
-
     def names(self, options: Options) -> list[str]:
         """Return the names of all cells."""
-        return [name for *_, name in self.cells()]
+        return [name_of(load, engine) for load in self.loads for engine in self.engines]
 
     def run(self, record: Record, options: Options) -> None:
         """Measure what the record lacks."""
         warm_ups, load = [], self.loads[0]
         for engine in self.engines:
-            all_of_them = self.arguments(load, engine, -1)
+            all_of_them = self.arguments(load, engine) | {"number": -1}
             few = self.warm_up(load)
             share = WARM_UP_SHARE * sum(few.prompt_tokens) / self.pool_tokens
             changes = {"workload": few, "share": min(share, 1.0)}
@@ -164,18 +148,19 @@ class Contest(Part):
             changes = {"limit_s": WARM_UP_SECONDS}
             warm_ups.append(Cell(engine, "round", all_of_them | changes))
         cells = [
-            Cell(engine, "round", self.arguments(load, engine, number), name)
-            for load, engine, number, name in self.cells()
+            Cell(engine, "round", self.arguments(load, engine), name_of(load, engine))
+            for load in self.loads
+            for engine in self.engines
         ]
         specs = self.specs(options)
         longest = max(load.limit_s for load in self.loads)
         take_turns(record, options, specs, warm_ups, cells, longest)
 
-    def arguments(self, load: Load, engine: str, number: int) -> dict[str, Any]:
+    def arguments(self, load: Load, engine: str) -> dict[str, Any]:
         """Return those of BenchEngine.round."""
         return {
             "workload": Workload(TOKEN_IDS, load.prompts, load.output_tokens, 0),
-            "number": number,
+            "number": 0,
             "extra": {"kv_budget": load.budget} if engine in EVENTS else None,
             "limit_s": load.limit_s,
             "share": load.pool_tokens / self.pool_tokens,
@@ -187,24 +172,17 @@ class Contest(Part):
         output = min(self.interval + 8, load.longest - tokens)
         return Workload(TOKEN_IDS, (tokens,) * WARM_UP_REQUESTS, output, 1)
 
-    def medians(self, record: Record, load: Load) -> dict[str, Row]:
-        """Return engine -> medians over rounds of COLUMNS, and whether all ended."""
-        found = {}
-        for engine in self.engines:
-            names = (f"{load}, {engine}, round {n}" for n in range(self.rounds))
-            cells = [record.cells[name] for name in names if name in record.cells]
-            if cells:
-                row = {key: median(cell[key] for cell in cells) for key in COLUMNS}
-                found[engine] = row | {"complete": all(c["complete"] for c in cells)}
-        return found
+    def found(self, record: Record, load: Load) -> dict[str, Row]:
+        """Return what was measured of a load, by engine."""
+        names = {engine: name_of(load, engine) for engine in self.engines}
+        cells = record.cells
+        return {key: cells[name] for key, name in names.items() if name in cells}
 
-    def table(
-        self, record: Record, options: Options
-    ) -> tuple[list[str], list[list[str]]]:
+    def table(self, record: Record, options: Options) -> Table:
         """Return what was measured; `x` is output tokens per second over stock's."""
         lines = []
         for load in self.loads:
-            found = self.medians(record, load)
+            found = self.found(record, load)
             for engine, row in found.items():
                 speed = ratio(found, engine, "output_tok_s")
                 figures = (
@@ -219,7 +197,7 @@ class Contest(Part):
         """Return the policies' speed beside its target."""
         answers = []
         for load in self.loads:
-            found = self.medians(record, load)
+            found = self.found(record, load)
             for engine in (name for name in found if name in EVENTS):
                 speed = ratio(found, engine, "output_tok_s")
                 if speed is not None:
@@ -227,6 +205,11 @@ class Contest(Part):
                     name = f"{load}, {engine}: output tok/s"
                     answers.append(Verdict(name, speed, target))
         return answers
+
+
+def name_of(load: Load, engine: str) -> str:
+    """Return the name of a cell, as records have it."""
+    return f"{load}, {engine}, round 0"
 
 
 def ratio(
@@ -250,5 +233,5 @@ PARTS = {
             Load(48, 200, 8192, 0.3, 1024, 200.0),
             *(Load(48, 200, 2048, share, 384, 70.0) for share in (0.25, 0.4, 0.6, 1)),
         )
-    ),
+    )
 }

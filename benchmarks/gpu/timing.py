@@ -40,11 +40,7 @@ COPY_BYTES = {"cuda": 2**32, "cpu": 2**22}
 
 
 class Spans:
-    """Spans of time by name; the device is not waited for until they are read.
-
-    Args:
-        device: whose time line it is.
-    """
+    """Spans of time by name; the device is not waited for until they are read."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -136,10 +136,8 @@ class SharedLists:
     """The paper's tables: ids shared by all layers, a mask per layer and head.
 
     Args:
-        case: what is laid out.
         num_pages: length of the lists, in pages.
         mask_bytes: bytes of each mask.
-        device: where the tables live.
     """
 
     def __init__(
@@ -162,10 +160,6 @@ class SharedLists:
 
 class HeadPages:
     """The plugin's own tables after one event of every request.
-
-    Args:
-        case: what is laid out.
-        device: where the tables live.
 
     Attributes:
         event_ms: what finding the pages of each event took.
@@ -302,8 +296,6 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
     """Return accounts, and times relative to the reference in the same repeat.
 
     Args:
-        case: what is laid out.
-        device: where tables live.
         repeats: timed ones, after one that is not; layouts take turns.
     """
     costs, ours = accounts(case), HeadPages(case, device)

@@ -186,9 +186,6 @@ class Contestant:
     """A process that has an event on demand.
 
     Args:
-        checkout: whose package runs.
-        args: of the contest.
-        dtype: of keys and values.
         kernels: KVPOLICY_KERNELS; empty for what the package prefers.
     """
 

@@ -51,8 +51,6 @@ class Reference:
     """A prompt and what full KV says after it.
 
     Attributes:
-        id: of the text.
-        kind: of the text.
         prompt_ids: [PROMPT] tokens.
         answer_ids: [ANSWER] tokens.
         distributions: what full KV predicts for each token of the answer, read as part
@@ -138,10 +136,7 @@ def measure(
     """Return how a policy agrees with each reference.
 
     Args:
-        asker: an engine.
         policy: one of its policies, or FULL for a second run of it.
-        budget: tokens per KV head.
-        items: what full KV said.
     """
     answers = _answers(asker, [item.prompt_ids for item in items], policy, budget)
     found = predictions(asker, [item.token_ids for item in items], policy, budget, TOP)
@@ -214,11 +209,6 @@ def first_affected(event: int) -> int:
 
 def figures(agreement: Agreement, budget: int, interval: int) -> dict[str, Any]:
     """Return what is kept of an agreement.
-
-    Args:
-        agreement: see `measure`.
-        budget: tokens per KV head.
-        interval: tokens between events.
 
     Returns:
         `first`: place in the answer at which the policy's own first differs, ANSWER if

@@ -29,17 +29,11 @@ AT_ONCE = 4
 """Problems in an engine step."""
 
 
-def without_text(problem: tasks.Problem) -> tasks.Problem:
-    """Return a problem with nothing before its question but the token before texts."""
-    return replace(problem, text_ids=problem.text_ids[:1])
-
-
 def shares(asker: Asker, found: list[tasks.Problem]) -> dict[str, float]:
     """Return how full KV answers problems.
 
     Args:
         asker: an engine that runs FULL.
-        found: problems of one kind.
 
     Returns:
         `right` and `loss`: means of the figures of `tasks`; `right_without` and
@@ -47,10 +41,9 @@ def shares(asker: Asker, found: list[tasks.Problem]) -> dict[str, float]:
     """
     began = time.monotonic()
     row = {}
-    for suffix, members in (
-        ("", found),
-        ("_without", [without_text(problem) for problem in found]),
-    ):
+    # Nothing stands before their questions but the token before texts.
+    bare = [replace(problem, text_ids=problem.text_ids[:1]) for problem in found]
+    for suffix, members in (("", found), ("_without", bare)):
         answered = [
             one
             for start in range(0, len(members), AT_ONCE)

@@ -37,12 +37,7 @@ class Settings:
     """What all engines of a run have in common.
 
     Attributes:
-        model: folder.
-        dtype: of weights, keys and values.
-        max_model_len: tokens of the longest request.
-        at_once: most requests in an engine step.
         budgets: tokens per KV head.
-        intervals: tokens between events.
         policy_config: options of policies; those that a policy does not have are left
             out.
         variants: name -> options that win over them.
@@ -84,7 +79,6 @@ class Engine:
 
     Attributes:
         policies: names, all of one tier; any of them may be asked for, and FULL.
-        interval: tokens between events.
         variant: name of its own options, empty for none.
     """
 
@@ -102,7 +96,6 @@ def engines_of(labels: Sequence[str], intervals: Sequence[int]) -> list[Engine]:
 
     Args:
         labels: `NAME` or `NAME:VARIANT`; FULL is always there.
-        intervals: tokens.
     """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for label in labels:
@@ -139,8 +132,6 @@ class Asker:
         """Return vLLM's output for each prompt, in order.
 
         Args:
-            prompts: token ids of each.
-            policy: one of the engine's, or FULL.
             budget: tokens per KV head; FULL does not read it.
             salts: of each prompt; those of one salt share what is in the prefix cache.
             **sampling: of vLLM's SamplingParams; decoding is greedy.
@@ -163,10 +154,6 @@ def predictions(
     """Return what is predicted for each token of prompts but the first.
 
     Args:
-        asker: an engine.
-        prompts: token ids of each.
-        policy: one of its policies, or FULL.
-        budget: tokens per KV head; FULL does not read it.
         top: most probable tokens to name beside the prompt's own.
 
     Returns:

@@ -29,20 +29,11 @@ def first_event(budget: int, interval: int) -> int:
 
 
 def measure(
-    asker: Asker,
-    policy: str,
-    budget: int,
-    texts: Sequence[Text],
+    asker: Asker, policy: str, budget: int, texts: Sequence[Text]
 ) -> list[np.ndarray]:
     """Return the losses of each text, [tokens - 1] each.
 
     Entry i is the loss of token i + 1, which the token at position i predicts.
-
-    Args:
-        asker: an engine.
-        policy: one of its policies, or FULL.
-        budget: tokens per KV head.
-        texts: what to predict.
     """
     found = predictions(asker, [text.token_ids for text in texts], policy, budget, 0)
     return [
@@ -64,8 +55,6 @@ def figures(losses: np.ndarray, budget: int, interval: int) -> dict[str, Any]:
 
     Args:
         losses: [tokens - 1], nats, see `measure`.
-        budget: tokens per KV head.
-        interval: tokens between events.
 
     Returns:
         `loss`: mean from the first event on; `places`: the same for each of PLACES

@@ -19,9 +19,6 @@ HELD = ("kept", "sinks_held")
 def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
     """Return a row per part, policy, budget and interval, in the order of the lines.
 
-    Args:
-        lines: of output files, each item once.
-
     Returns:
         Rows with `part`; `ids` and `kinds` of the items; the part's figures by name, a
         number per item; and of losses `places`, means over the texts, see
@@ -59,10 +56,6 @@ def of_files(
     paths: Sequence[Path], module: str = "benchmarks.language"
 ) -> dict[str, Any]:
     """Return the record of output files with equal settings.
-
-    Args:
-        paths: output files.
-        module: that runs.
 
     Returns:
         `provenance`, `settings`; `items`: part -> id -> kind; and `rows`, see

@@ -17,12 +17,7 @@ from benchmarks.printing import log
 
 @dataclass
 class Work:
-    """What a run measures, and what its output file has.
-
-    Attributes:
-        items: by part.
-        lines: of the output file so far.
-    """
+    """What a run measures, and what its output file has."""
 
     items: dict[str, list[Any]]
     lines: list[Line]
@@ -71,8 +66,6 @@ def run(
 
     Args:
         policies: `NAME` or `NAME:VARIANT`.
-        settings: of all engines.
-        work: what there is to do.
         out: output file; None only says what is missing.
     """
     engines = engines_of(policies, settings.intervals)

@@ -107,8 +107,6 @@ class Answered:
     """What was predicted where a problem's answers stand.
 
     Attributes:
-        text_tokens: before the questions.
-        asked_tokens: of questions and answers.
         losses: mean -log p of the tokens of each answer, [questions], nats.
         is_right: whether no token of it has a more probable one, [questions].
     """
@@ -125,11 +123,8 @@ def problems(
     """Return the first problems of a task, always the same ones.
 
     Args:
-        task: one of TASKS.
         length: tokens of the text, the token before all texts included.
-        count: problems.
         seed: SELECTION_SEED, SEED, or another.
-        encode: text -> token ids.
         texts: all of `texts.read_texts`, of at least PIECE tokens; problems are made of
             the books.
 
@@ -212,14 +207,7 @@ def chosen(encode: Encode, texts: Sequence[Text], count: int) -> list[Problem]:
 def measure(
     asker: Asker, policy: str, budget: int, items: Sequence[Problem]
 ) -> list[Answered]:
-    """Return what was predicted for each problem's answers.
-
-    Args:
-        asker: an engine.
-        policy: one of its policies, or FULL.
-        budget: tokens per KV head.
-        items: the problems.
-    """
+    """Return what was predicted for each problem's answers."""
     prompts = [problem.token_ids for problem in items]
     found = predictions(asker, prompts, policy, budget, 1)
     return [
@@ -249,11 +237,6 @@ def _answered(problem: Problem, entries: Sequence[Mapping[int, float]]) -> Answe
 
 def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
     """Return what is kept of the answers.
-
-    Args:
-        answered: see `measure`.
-        budget: tokens per KV head.
-        interval: tokens between events.
 
     Returns:
         `right`: share of the answers; `loss`: their mean, nats.

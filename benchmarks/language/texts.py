@@ -71,8 +71,6 @@ class Text:
 
     Attributes:
         id: kind and place, such as `verse-2`.
-        kind: what it is.
-        token_ids: its tokens.
     """
 
     id: str
@@ -109,7 +107,6 @@ def read_texts(encode: Encode, first: int, length: int, folder: Path) -> list[Te
     """Return all texts, one kind after another.
 
     Args:
-        encode: text -> token ids.
         first: token before each text, as the model was trained.
         length: tokens of each text, `first` included.
         folder: cache of the packages' members.

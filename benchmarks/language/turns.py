@@ -43,9 +43,6 @@ def measure(
 
     Args:
         asker: of an engine with prefix caching.
-        policy: one of the engine's, or FULL.
-        budget: tokens per KV head.
-        items: the problems.
     """
     first = [one.text_ids + one.asked[0][0] for one in items]
     opened = _ask(asker, policy, budget, items, 0, first, "talk")
@@ -97,11 +94,6 @@ def _ask(
 
 def figures(turns: Turns, budget: int, interval: int) -> dict[str, Any]:
     """Return what is kept of the answers.
-
-    Args:
-        turns: see `measure`.
-        budget: tokens per KV head.
-        interval: tokens between events.
 
     Returns:
         `first_right`, `second_right` and `alone_right`, 1 or 0, and `cached`.

@@ -203,12 +203,7 @@ def done_of(lines: list[Line], questions: grid.Questions) -> set[tuple]:
 
 
 def keep_facts(args: argparse.Namespace, **more: Any) -> None:
-    """Store facts that output files lack, and write the record.
-
-    Args:
-        args: our own options.
-        more: facts in addition to the provenance.
-    """
+    """Store facts that output files lack, and write the record."""
     known = facts.read(args.folder)
     made = {"provenance": provenance.collect("benchmarks.peer"), **more}
     facts.write(args.folder, known | {args.command: made})

@@ -36,13 +36,7 @@ def wanted_of(
     questions: Mapping[str, Sequence[Question]],
     done: Collection[tuple],
 ) -> dict[str, list[Asked]]:
-    """Return the missing questions, by row of the table.
-
-    Args:
-        args: of the harness: `policies`, `budgets`, `intervals`.
-        questions: by task.
-        done: keys of existing lines.
-    """
+    """Return the missing questions, by row of the table."""
     wanted: dict[str, list[Asked]] = {}
     bounded = list(product(args.budgets, args.intervals))
     for row in catalogue.rows_of(args.policies):
@@ -73,7 +67,6 @@ def estimate(
     """Return the number of missing answers and an estimate of the seconds.
 
     Args:
-        wanted: see `wanted_of`.
         lines: existing answers; the estimate uses their speed if there are any.
     """
     pace = SECONDS_PER_TOKEN
@@ -94,11 +87,6 @@ def ask_all(
     """Yield an output line per answer, in the order of the rows.
 
     Args:
-        worker: a running worker.
-        args: of the harness.
-        prompts: token ids and texts.
-        wanted: see `wanted_of`.
-        equal: see `scoring.judge`.
         refused: filled with kvpress' messages by place, whose other questions are
             skipped.
     """

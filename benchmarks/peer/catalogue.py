@@ -89,9 +89,6 @@ PRESSES = {
 def rows_of(policies: list[str]) -> list[str]:
     """Return the rows of policies: as shipped, and sorted if that can differ.
 
-    Args:
-        policies: our names.
-
     Raises:
         ValueError: kvpress has no press for one of them.
     """
@@ -108,10 +105,5 @@ def rows_of(policies: list[str]) -> list[str]:
 
 
 def options_of(policy: str, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a policy's press and, apart, of the press that it wraps.
-
-    Args:
-        policy: a key of PRESSES.
-        ours: our options by name.
-    """
+    """Return the options of a policy's press and, apart, of the press that it wraps."""
     return {theirs: ours[name] for theirs, name in PRESSES[policy].options.items()}

@@ -17,7 +17,6 @@ def answer(
     Args:
         model: a causal language model of transformers.
         press: context manager of kvpress, or None.
-        prompt: token ids.
         start: tokens of the prompt before the user's words, at least 1.
         max_tokens: most tokens of the answer, its end included.
 

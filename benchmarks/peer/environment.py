@@ -17,9 +17,6 @@ PYTHON = FOLDER / "bin" / "python"
 def set_up(folder: Path = FOLDER) -> None:
     """Create or update the environment.
 
-    Args:
-        folder: folder of the environment.
-
     Raises:
         PeerError: pip could not install the lock.
     """

@@ -24,7 +24,6 @@ def read(model: Any, press: Any, token_ids: list[int], at: int) -> dict[str, Any
     Args:
         model: a causal language model of transformers.
         press: context manager of kvpress, or None.
-        token_ids: of the text.
         at: tokens that are read, then compressed. The token at `at` is the first that
             is read behind that and predicts the first that is scored.
 

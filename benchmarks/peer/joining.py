@@ -20,9 +20,6 @@ Read = tuple[Line, Sequence[Line]]
 def check_same(files: Mapping[Path, Read]) -> None:
     """Check that files have the same questions and comparable settings.
 
-    Args:
-        files: contents of each.
-
     Raises:
         ValueError: questions differ, or settings that can change an answer.
     """
@@ -47,10 +44,6 @@ def check_same(files: Mapping[Path, Read]) -> None:
 
 def against_ours(theirs: Sequence[Line], ours: Sequence[Line]) -> Iterator[Row]:
     """Yield paired tests of the peer's rows against our policy, all tasks together.
-
-    Args:
-        theirs: lines of the peer.
-        ours: lines of our server.
 
     Returns:
         Per row: `pairs`: questions that both answered; `only_peer`, `only_ours`: those

@@ -53,10 +53,6 @@ def check(asked: argparse.Namespace) -> None:
 def run(args: argparse.Namespace, asked: argparse.Namespace) -> int:
     """Predict what the output file lacks, and write the record.
 
-    Args:
-        args: options of the command.
-        asked: options of benchmarks.language.
-
     Raises:
         PeerError: a press refuses.
     """
@@ -112,12 +108,6 @@ def measure(
     worker: Worker, options: Mapping[str, Any], key: Line, text: Text
 ) -> dict[str, Any]:
     """Return the figures of an output line.
-
-    Args:
-        worker: a running worker.
-        options: of the presses.
-        key: fields that name the line.
-        text: what to predict.
 
     Returns:
         `kind` and `digest` of the text; those of `language.losses.figures`; `kept`:

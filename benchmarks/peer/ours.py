@@ -5,11 +5,13 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import grid
-from benchmarks.accuracy.client import Asked, Client
+from benchmarks.accuracy.__main__ import client_of
+from benchmarks.accuracy.client import Asked
 from benchmarks.accuracy.questions import Question
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.scoring import Equal
@@ -37,8 +39,6 @@ def wanted_of(
     """Return the missing rounds, by server, policy and concurrency.
 
     Args:
-        args: of the harness.
-        questions: by task.
         done: keys of existing lines, by concurrency.
     """
     wanted: dict[Setup, Rounds] = {}
@@ -72,28 +72,23 @@ def measure(
 ) -> list[str]:
     """Run the rounds and write their lines.
 
-    Args:
-        args: of the harness.
-        wanted: see `wanted_of`.
-        files: output files.
-        equal: see `scoring.judge`.
-        logs: folder for the servers' logs.
-
     Returns:
         A sentence per problem that failed.
     """
     failures: list[str] = []
+    ignored: list[Line] = []
+    client = client_of(args, equal)
     for setup, rounds in wanted.items():
         with serving(setup, args, logs) as url:
             firsts = {policy: asked[0] for (policy, _), asked in rounds.items()}
             for first in firsts.values():
-                asyncio.run(client_of(args, 1, equal).ask_all(url, [first], _forget))
+                asyncio.run(client.ask_all(url, [first], ignored.append))
             for (policy, concurrency), asked in rounds.items():
-                client = client_of(args, concurrency, equal)
+                several = replace(client, concurrency=concurrency)
                 lines: list[Line] = []
                 before = count_events(url, setup)
                 began = time.perf_counter()
-                failures += asyncio.run(client.ask_all(url, asked, lines.append))
+                failures += asyncio.run(several.ask_all(url, asked, lines.append))
                 seconds = round(time.perf_counter() - began, 4)
                 after = count_events(url, setup)
                 events = None
@@ -109,24 +104,6 @@ def measure(
                     f"{events or 0} events"
                 )
     return failures
-
-
-def client_of(
-    args: argparse.Namespace, concurrency: int, equal: Equal | None
-) -> Client:
-    """Return the client that sends the requests."""
-    return Client(
-        concurrency=concurrency,
-        timeout=args.timeout,
-        tries=args.tries,
-        max_tokens=args.max_tokens,
-        model=args.served_name,
-        equal=equal,
-    )
-
-
-def _forget(_: Any) -> None:
-    """Ignore the line of a warm-up request."""
 
 
 def speeds_of(lines: Sequence[Line], concurrency: int) -> list[dict[str, Any]]:

@@ -18,9 +18,6 @@ def build(
 
     Args:
         row: `POLICY` or `POLICY:sorted`.
-        budget: tokens that a head keeps.
-        interval: tokens between events.
-        options: options of the press, by policy.
         tracker: records events; None for kvpress' own classes.
 
     Raises:
@@ -40,11 +37,7 @@ def build_once(
     """Return a row's press for one compression of a prompt; None for FULL.
 
     Args:
-        row: see `build`.
-        budget: tokens that a head keeps.
         at: tokens of the prompt.
-        options: see `build`.
-        tracker: see `build`.
     """
     press = plain(row, options, tracker)
     if press is not None:

@@ -18,11 +18,7 @@ class Worker:
     """A running worker; as a context manager it ends with the block.
 
     Args:
-        command: command line that starts it.
         settings: `model`, `dtype`, `threads`; see `worker`.
-
-    Attributes:
-        versions: versions that it reports.
 
     Raises:
         PeerError: it does not start.
@@ -68,9 +64,6 @@ class Worker:
 
 def command(python: Path) -> list[str]:
     """Return the command line that starts the worker.
-
-    Args:
-        python: interpreter of the peer's environment.
 
     Raises:
         PeerError: it does not exist.

@@ -9,9 +9,6 @@ MARK = "#" * 10
 class Prompts:
     """A tokenizer of transformers with its chat template.
 
-    Args:
-        tokenizer: with a chat template.
-
     Attributes:
         start: tokens of every prompt before the user's words.
 

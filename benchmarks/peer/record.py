@@ -57,11 +57,6 @@ def peer_part(
 ) -> dict[str, Any]:
     """Return the peer's part of the record.
 
-    Args:
-        lines: of its output file.
-        settings: of that file.
-        refused: see `facts.merged`.
-
     Returns:
         `summary` and `pairs`, those of all tasks together, see `summary.summarise`,
         with `kv_read` and `kv_peak` as measured and the columns of `more_of`;

@@ -46,7 +46,6 @@ class Tracker:
         """Record the tokens that a press kept.
 
         Args:
-            layer: index of the layer.
             total: T.
             indices: [H, K] int64, places in the cache that are kept, in their new
                 order; all T if nothing is dropped.
@@ -67,7 +66,6 @@ class Tracker:
         A masked key is overwritten, so no later event can restore it.
 
         Args:
-            layer: index of the layer.
             kept: [H, T] bool; all true if nothing is masked.
         """
         gone = torch.zeros_like(kept)
@@ -129,7 +127,6 @@ class Watching:
     result.
 
     Attributes:
-        tracker: records the events.
         in_order: tokens keep their order in the cache.
     """
 
@@ -174,11 +171,7 @@ class Watching:
 
 
 class WatchingMask:
-    """Mixin for AdaKVPress: records which keys it masks.
-
-    Attributes:
-        tracker: records the events.
-    """
+    """Mixin for AdaKVPress: records which keys it masks."""
 
     tracker: Any
 

@@ -107,9 +107,7 @@ def draw(
 
     Args:
         paths: written by `merge` or `trace`.
-        output: folder for the PNGs; made if missing.
         about: model and task as captions name them.
-        score: what figures of answers show, one of `records.SCORES`.
 
     Raises:
         ValueError: a file of another kind or without the score, a policy that two
@@ -142,13 +140,7 @@ def pages_with_tables() -> list[Path]:
 
 
 def pages(paths: Sequence[Path], folder: Path, is_check: bool) -> list[Path]:
-    """Write the tables of pages and return the pages that changed.
-
-    Args:
-        paths: Markdown.
-        folder: folder of result files.
-        is_check: whether to write nothing.
-    """
+    """Write the tables of pages and return the pages that changed."""
     changed = []
     for path in paths:
         text = path.read_text("utf-8")

@@ -44,9 +44,7 @@ def draw_accuracy(
     Figures that an older file lacks and costs that are not known are not drawn.
 
     Args:
-        record: a result file of benchmarks.accuracy.
         about: model and task as captions name them; by default the model's name.
-        score: what to draw, a key of MEASURES.
 
     Raises:
         ValueError: the file lacks the score, or matplotlib is not installed.
@@ -98,7 +96,6 @@ def by_policy(
     """Draw every policy's accuracy with its interval, a panel per family.
 
     Args:
-        rows: rows of a summary.
         setting: first sentence of the caption.
         measure: what the rows' accuracy is, see `measures.drawn`.
     """
@@ -145,13 +142,7 @@ def by_policy(
 def by_budget(
     rows: Sequence[Row], setting: str, measure: Measure = MEASURES[ANSWER]
 ) -> "Figure":
-    """Draw accuracy over the budget, a panel per family and a line per policy.
-
-    Args:
-        rows: rows of a summary.
-        setting: first sentence of the caption.
-        measure: what the rows' accuracy is, see `measures.drawn`.
-    """
+    """Draw accuracy over the budget, a panel per family and a line per policy."""
     figure, panels = _over_budget(
         rows, lambda row: 100 * row["accuracy"], measure.label, True
     )
@@ -191,9 +182,7 @@ def _over_budget(
     """Draw a value over the budget; lines are shifted to keep error bars apart.
 
     Args:
-        rows: of a summary.
         value: returns a row's value in per cent, None for no point.
-        label: of the value.
         has_interval: also draw the interval of the share right.
     """
     families, budgets, styles = families_of(rows), budgets_of(rows), styles_of(rows)

@@ -38,11 +38,8 @@ def by_cost(
     """Draw accuracy over a cost, a panel per family and a line per policy.
 
     Args:
-        rows: rows of a summary with this cost.
         cost: a key of COSTS.
-        setting: first sentence of the caption.
         styles: styles of the file's lines; by default those of `rows`.
-        measure: what the rows' accuracy is, see `measures.drawn`.
     """
     families, budgets = families_of(rows), budgets_of(rows)
     styles = styles_of(rows) if styles is None else styles

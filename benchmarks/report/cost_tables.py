@@ -21,7 +21,6 @@ def by_column(wanted: Row, folder: Path) -> list[list[str]]:
             policies, which over a cache of another dtype than the model's are called
             `NAME@DTYPE`; `columns`, one from headings to keys of COLUMNS; `budget` and
             `interval`, by default the only ones.
-        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`, or a row without what a column shows.

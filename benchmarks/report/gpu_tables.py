@@ -16,10 +16,6 @@ def by_part(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `part`, one of `benchmarks.gpu`, or `targets`, several of them.
-        folder: folder of the files.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     from benchmarks.gpu.contents import DEFAULT_MODEL, PARTS  # imports vLLM
     from benchmarks.gpu.parts import Options
@@ -52,10 +48,6 @@ def checks(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`, of `python -m benchmarks.gpu check`.
-        folder: folder of the file.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"file"})
     rows = []

@@ -32,7 +32,6 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
         wanted: `files`, of which the texts count that all have; `places`, a list of
             [budget, interval], by default the first file's; `rows`, by default all
             policies. The rows are in the order of the first place.
-        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
@@ -73,7 +72,6 @@ def means(wanted: Row, folder: Path) -> list[list[str]]:
             names of the part's figures, a column each, after the first of which rows
             are in order; `places`, a list of [budget, interval], by default the first
             file's; `rows`, by default all policies.
-        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
@@ -116,7 +114,6 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
         wanted: `files`, of which the items count that all have; `pairs`, a list of
             [policy, other]; `places`, a list of [budget, interval], by default the
             first file's; `part` and `figure`, by default the losses of texts.
-        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.

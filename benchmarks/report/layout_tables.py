@@ -13,10 +13,6 @@ def by_layout(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `file`; `tokens` per request; `rows`, a mapping from labels to the name
             of a layout and the tokens of a page.
-        folder: folder of the file.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"file", "tokens", "rows"}, set())
     record = read(folder / wanted["file"], "results")

@@ -109,7 +109,6 @@ def note_on_grey(rows: Sequence[Row], stem: str) -> str:
     """Return the caption's sentence about grey lines, empty without any.
 
     Args:
-        rows: rows of a summary.
         stem: first word of the name of the figure that names all policies.
     """
     grey = sum(not style.is_shown for style in styles_of(rows).values())

@@ -13,10 +13,6 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `file`; `cost`, one of COSTS; `measure`, one of MEASURES, by default the
             first; `rows`, methods, by default all of the file.
-        folder: folder of the file.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"file", "cost"}, {"measure", "rows"})
     asked = {"cost": wanted["cost"], "measure": wanted.get("measure", MEASURES[0])}

@@ -10,10 +10,6 @@ def by_size(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`.
-        folder: folder of the file.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"file"}, set())
     scores = read(folder / wanted["file"], "scores")["scores"]

@@ -32,7 +32,6 @@ def grid(
 
     Args:
         titles: titles of the panels, which share their axes.
-        columns: most columns.
         size: width and height of a panel, inches.
         x_label: stands at the lowest panel of each column.
         y_label: stands at the first panel of each row.
@@ -81,8 +80,6 @@ def explain(
 
     Args:
         figure: a figure with panels; its height grows.
-        title: one line.
-        caption: sentences.
         groups: groups of legend entries, see `handle`. Several groups stand side by
             side; a single one is spread over as many columns as fit.
     """

@@ -19,10 +19,6 @@ def side_by_side(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-        folder: folder of the file.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     record = _read(wanted, folder)
     header = ["policy", SHIPPED, ORDERED, "ours", f"as shipped {TEST}"]
@@ -44,10 +40,6 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `budget` and `interval`, by default the only ones.
-        folder: folder of the file.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     record = _read(wanted, folder)
     found = {

@@ -24,7 +24,6 @@ def by_row(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `columns`, heading to path; `rows`, label to word, or to [file, word];
             `file`, of rows that name none.
-        folder: folder of the files.
 
     Raises:
         ValueError: see `tables.fill`, or a row or a column without a value.

@@ -31,10 +31,6 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `files`, `rows`; `budget` and `interval`, by default the only ones;
             `score`, one of SCORES, by default the answer.
-        folder: folder of the files.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"files", "rows"}, OPTIONS)
     (score,) = _scores(wanted, most=1)
@@ -65,10 +61,6 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
         wanted: `files`, `rows`; `interval`, by default the only one; `budget`, one or
             a list, by default all; `score`: one of SCORES or a list, by default the
             answer.
-        folder: folder of the files.
-
-    Raises:
-        ValueError: see `tables.fill`.
     """
     check_keys(wanted, {"files", "rows"}, OPTIONS)
     scores = _scores(wanted, most=len(SCORES))
@@ -95,7 +87,6 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
         wanted: `files`, one of them; `rows`; `against`: see `pair_of`, one or a list;
             `interval`, by default the only one; `budget`, one or a list, by default
             all; `score`: one of SCORES or a list, by default the answer.
-        folder: folder of the file.
 
     Raises:
         ValueError: see `tables.fill`, or a row without a test.
@@ -208,8 +199,6 @@ def pair_of(record: Row, row: Row, against: str) -> Row | None:
     """Return the paired test of a pooled row, None without one.
 
     Args:
-        record: the result file.
-        row: a row of it.
         against: `full`; `base` for the first of the row's other bases that the file
             has, see `pairs.bases_of`; the word of an allocator; or a policy.
     """

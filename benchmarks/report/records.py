@@ -19,7 +19,6 @@ def read(path: Path, key: str | None = "summary") -> dict[str, Any]:
     """Return a result file.
 
     Args:
-        path: JSON.
         key: required key; "summary" for a file of benchmarks.accuracy; None for none.
 
     Raises:
@@ -45,10 +44,6 @@ def check_keys(wanted: Row, needed: Set[str], optional: Set[str] = frozenset()) 
 
 def share_of(row: Row, score: str = ANSWER) -> str:
     """Return the mean of a score in per cent, with its interval.
-
-    Args:
-        row: row of a summary.
-        score: one of SCORES.
 
     Raises:
         ValueError: the row lacks the score.

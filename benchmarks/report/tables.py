@@ -10,7 +10,8 @@ everything up to the second is replaced::
     ...
     <!-- /table -->
 
-Kinds are the keys of KINDS; their functions document the descriptions.
+Kinds are the keys of KINDS; their functions document the descriptions, and raise
+ValueError as `fill` does.
 """
 
 import re
@@ -58,10 +59,6 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
 
 def fill(text: str, folder: Path) -> str:
     """Return a document with all tables updated.
-
-    Args:
-        text: the document.
-        folder: folder of result files.
 
     Raises:
         ValueError: an invalid description or file, or a row that no file has.

@@ -25,7 +25,6 @@ def draw_traces(policies: Policies, about: str = "") -> Iterator[tuple[str, "Fig
     """Yield `retention`, `wipe-outs`, `iou-by-layer` and, of AMS, `segments-POLICY`.
 
     Args:
-        policies: by name, see `traces.read_policies`.
         about: model and task as captions name them.
 
     Raises:
@@ -139,13 +138,7 @@ def iou_map(layers: Mapping[str, Sequence[float]], setting: str) -> "Figure":
 
 
 def segments(policy: str, values: Row, about: str) -> "Figure":
-    """Draw segments, mass and quotas of heads at two consecutive events.
-
-    Args:
-        policy: its name.
-        values: its values, with SEGMENTS.
-        about: model and task as the caption names them.
-    """
+    """Draw segments, mass and quotas of heads at two consecutive events."""
     heads = values[SEGMENTS]
     titles = [
         f"KV head {head['head']}, event {head['ordinal'] + 1} of the request, after "

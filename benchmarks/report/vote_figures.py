@@ -7,13 +7,7 @@ from benchmarks.accuracy.margins import front, method_of
 from benchmarks.accuracy.servers import split
 from benchmarks.accuracy.votes import LENGTHS
 from benchmarks.report.cost_figures import COSTS
-from benchmarks.report.lines import (
-    Row,
-    Style,
-    families_of,
-    lines_of,
-    titles_of,
-)
+from benchmarks.report.lines import Row, Style, families_of, lines_of, titles_of
 from benchmarks.report.panels import SHARES, explain, grid, handle, log_ticks
 from reasoner.intervals import wilson
 from vllm_kvpolicy.policies.names import parse
@@ -52,10 +46,8 @@ def by_votes(
     length, size the width.
 
     Args:
-        votes: votes of a summary.
         styles: styles of methods.
         cost: a key of COSTS.
-        setting: first sentence of the caption.
         measure: a key of MEASURES.
     """
     families, ratios = families_of(votes), _ratios(votes)

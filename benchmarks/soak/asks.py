@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from benchmarks.soak import settings
@@ -58,8 +59,6 @@ class Ask:
 
     Attributes:
         kind: what is special about it, for counts.
-        path: that it is posted to.
-        body: of it.
         leaves: seconds after which its client closes the connection; None if it reads
             the answer to the end.
         structure: `json`, `choice` or `regex` that a finished answer must have.
@@ -82,13 +81,7 @@ class Ask:
 
 
 def draw_wave(seed: int, number: int, count: int) -> list[Ask]:
-    """Return the requests of a wave.
-
-    Args:
-        seed: of the soak.
-        number: of the wave, from 0.
-        count: of requests.
-    """
+    """Return the requests of a wave."""
     rng = random.Random(f"{seed}/wave/{number}")
     makers = [maker for maker, weight in MAKERS for _ in range(weight)]
     return [_finish(rng, rng.choice(makers)(rng)) for _ in range(count)]
@@ -181,18 +174,6 @@ def _beams(rng: random.Random) -> Ask:
     return Ask("beam search", COMPLETIONS, body)
 
 
-def _json(rng: random.Random) -> Ask:
-    return _structured(rng, "json", SCHEMA)
-
-
-def _choice(rng: random.Random) -> Ask:
-    return _structured(rng, "choice", CHOICES)
-
-
-def _regex(rng: random.Random) -> Ask:
-    return _structured(rng, "regex", PATTERN)
-
-
 def _structured(rng: random.Random, kind: str, value: Any) -> Ask:
     body = {"prompt": _text(rng), "max_tokens": 40, "structured_outputs": {kind: value}}
     return Ask(f"structured: {kind}", COMPLETIONS, body, structure=kind)
@@ -216,8 +197,8 @@ MAKERS: tuple[tuple[Callable[[random.Random], Ask], int], ...] = (
     (_response, 1),
     (_message, 1),
     (_beams, 1),
-    (_json, 1),
-    (_choice, 1),
-    (_regex, 1),
+    (partial(_structured, kind="json", value=SCHEMA), 1),
+    (partial(_structured, kind="choice", value=CHOICES), 1),
+    (partial(_structured, kind="regex", value=PATTERN), 1),
     (_bad_knob, 3),
 )

@@ -59,13 +59,7 @@ HEAD_AT, HEAD = 8, b"\xff" * 16
 
 @dataclass(frozen=True)
 class Faulty:
-    """A server that will be broken.
-
-    Attributes:
-        server: healthy so far.
-        temporary: its TMPDIR.
-        trace: the folder of its trace.
-    """
+    """A server that will be broken."""
 
     server: Server
     temporary: Path
@@ -74,13 +68,6 @@ class Faulty:
 
 def run(model: Path, gates: Path, logs: Path, seed: int, ledger: Ledger) -> None:
     """Break two servers.
-
-    Args:
-        model: folder of the model.
-        gates: its write gates.
-        logs: folder for the servers' logs.
-        seed: of the load.
-        ledger: counts the checks.
 
     Raises:
         BrokenPromise: one did not behave as promised.
@@ -257,10 +244,6 @@ def still_running(
 
     One that has ended is a zombie until its parent collects it, which vLLM's server
     does not do with a killed engine before it ends itself.
-
-    Args:
-        processes: any.
-        seconds: for which to wait at most.
     """
     deadline = time.monotonic() + seconds
     while True:

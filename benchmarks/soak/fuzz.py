@@ -25,15 +25,7 @@ ATOMS: tuple[Any, ...] = (
 def draw(
     seed: int, wave: int, count: int, openapi: Mapping[str, Any], has_policy: bool
 ) -> list[Ask]:
-    """Return malformed requests.
-
-    Args:
-        seed: of the soak.
-        wave: its number.
-        count: of requests.
-        openapi: the server's own description, `/openapi.json`.
-        has_policy: whether to send keys of ours.
-    """
+    """Return malformed requests."""
     rng = random.Random(f"{seed}/fuzz/{wave}")
     paths = sorted(
         path
@@ -98,10 +90,8 @@ def check(ask: Ask, ours: Outcome, stock: Outcome | None, ledger: Ledger) -> Non
     """Check what a malformed request got.
 
     Args:
-        ask: the request.
         ours: what it got from the server with policies.
         stock: what stock answers without keys of ours; None if that was not asked.
-        ledger: counts the checks.
 
     Raises:
         BrokenPromise: the server failed where stock does not.

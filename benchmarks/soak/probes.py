@@ -37,8 +37,6 @@ class Probe:
 
     Attributes:
         policy: that the question asks for; None where the server has none.
-        prompt: text of the user.
-        text: answer of the idle server.
         margin: smallest difference between the logarithms of the probabilities of the
             token that was chosen and the next one.
     """
@@ -53,7 +51,6 @@ async def record(url: str, policies: tuple[str | None, ...]) -> list[Probe]:
     """Return a probe of each policy of an idle server.
 
     Args:
-        url: root of the server.
         policies: that requests may ask for; None for a request without the key.
 
     Raises:
@@ -82,9 +79,6 @@ async def ask(
     """Ask a question, greedily.
 
     Args:
-        session: of the server.
-        policy: see Probe.
-        prompt: see Probe.
         salt: of the prefix cache, of which only requests with it share blocks.
     """
     body: dict[str, Any] = {
@@ -116,8 +110,6 @@ async def check(
     """Ask all probes of an idle server again.
 
     Args:
-        url: root of the server.
-        probes: of `record`.
         moment: number of the quiet moment; odd ones find nothing in the cache.
 
     Returns:

@@ -71,12 +71,7 @@ OF_FAULTS = (KILLED, TERMINATED, DISK, CUT_FILE, OBSERVERS)
 
 
 class BrokenPromise(Exception):
-    """The first promise that did not hold.
-
-    Attributes:
-        promise: which.
-        what: what was seen instead, one line.
-    """
+    """The first promise that did not hold."""
 
     def __init__(self, promise: Promise, what: str) -> None:
         super().__init__(f"{promise.name}: {promise.sentence} But {what}")
@@ -95,11 +90,6 @@ class Ledger:
 
     def check(self, promise: Promise, holds: bool, what: str) -> None:
         """Count a check.
-
-        Args:
-            promise: that is checked.
-            holds: whether it was kept.
-            what: what was seen, for the message.
 
         Raises:
             BrokenPromise: it was not kept.

@@ -25,11 +25,7 @@ heap, which grows by the holes that they leave; so they are mapped on their own.
 
 
 def stock_arguments(model: Path) -> list[str]:
-    """Return the arguments of `vllm serve` that both servers share.
-
-    Args:
-        model: folder of the model.
-    """
+    """Return the arguments of `vllm serve` that both servers share."""
     pool = POOL_BLOCKS * block_bytes(model, BLOCK)
     settings = EngineSettings(str(model), MAX_TOKENS, RUNNING, pool)
     return [*settings.arguments(), "--scheduling-policy", "priority"]
@@ -39,9 +35,7 @@ def policy_arguments(model: Path, gates: Path, **options: object) -> list[str]:
     """Return the arguments of a server that allows POLICIES.
 
     Args:
-        model: folder of the model.
         gates: write gates of that model, for `wgkv`.
-        options: more keys of `--kv-policy-config`.
     """
     config = {
         "allow": POLICIES[1:],

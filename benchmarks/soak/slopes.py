@@ -85,8 +85,6 @@ def check_memory(
     Args:
         requests: sent to each server before each quiet moment.
         ours: bytes that all processes of the server with policies held.
-        stock: bytes of stock's.
-        ledger: counts the check.
 
     Returns:
         Slopes of `ours`, `stock` and their `difference`; None where there are too few
@@ -116,7 +114,6 @@ def blocks(count: int, rng: np.random.Generator) -> np.ndarray:
 
     Args:
         count: n, values of the series.
-        rng: draws where blocks start.
 
     Returns:
         [RESAMPLES, n] int64, places in the series.
@@ -134,8 +131,6 @@ def check_latency(
 
     Args:
         ours: median seconds of an answer, by quiet moment.
-        stock: stock's.
-        ledger: counts the check.
         seed: of the resampling, by runs of moments within each half.
 
     Returns:

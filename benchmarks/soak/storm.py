@@ -34,10 +34,6 @@ class Outcome:
 async def play(url: str, wave: Sequence[Ask]) -> list[Outcome]:
     """Send the requests of a wave, AT_ONCE at a time.
 
-    Args:
-        url: root of the server.
-        wave: the requests.
-
     Returns:
         Outcomes in the order of the requests.
     """
@@ -75,11 +71,6 @@ async def post(session: aiohttp.ClientSession, ask: Ask) -> Outcome:
 
 def judge(ask: Ask, outcome: Outcome, ledger: Ledger) -> None:
     """Check what a request got.
-
-    Args:
-        ask: the request.
-        outcome: what became of it.
-        ledger: counts the checks.
 
     Raises:
         BrokenPromise: it should have got something else.
@@ -147,12 +138,7 @@ def _choices(payload: Any) -> list[tuple[int, str, str | None]]:
 
 
 def has_structure(kind: str, text: str) -> bool:
-    """Return whether a text is what `asks` asks for.
-
-    Args:
-        kind: `json`, `choice` or `regex`.
-        text: a finished answer.
-    """
+    """Return whether a text is what `asks` asks for."""
     if kind == "choice":
         return text in CHOICES
     if kind == "regex":

@@ -13,13 +13,7 @@ import psutil
 
 from benchmarks.load import open_session
 from benchmarks.server import Server
-from benchmarks.soak.promises import (
-    DESCRIPTORS,
-    ENGINE,
-    LOG,
-    POOL,
-    Ledger,
-)
+from benchmarks.soak.promises import DESCRIPTORS, ENGINE, LOG, POOL, Ledger
 
 QUIET_SECONDS = 60.0
 POLL_SECONDS = 0.3
@@ -68,7 +62,6 @@ def sample(server: Server, requests: int) -> Sample:
     """Look at the processes of a server.
 
     Args:
-        server: a running one.
         requests: that were sent to it so far.
     """
     first = psutil.Process(server.process.pid)
@@ -104,7 +97,6 @@ async def wait_for_quiet(server: Server, seconds: float = QUIET_SECONDS) -> str 
 
     Args:
         server: whose clients have all gone.
-        seconds: for which to wait.
 
     Returns:
         None once it is quiet; which gauges are not zero if it does not get so.
@@ -136,11 +128,8 @@ def check_quiet(
     """Check what has to hold of a server in a quiet moment.
 
     Args:
-        server: the server.
         before: its first quiet moment.
-        now: this one.
         left: of `wait_for_quiet`.
-        ledger: counts the checks.
 
     Raises:
         BrokenPromise: something does not hold.

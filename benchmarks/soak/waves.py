@@ -27,9 +27,6 @@ class Side:
     """One of the two servers.
 
     Attributes:
-        server: the server.
-        questions: its probes.
-        samples: of its quiet moments.
         requests: sent so far in waves.
         seconds: of the answers of each quiet moment.
     """
@@ -48,8 +45,6 @@ class Soak:
     Attributes:
         ours: the server with policies.
         stock: the control.
-        seed: of everything that is drawn.
-        ledger: counts the checks.
         counts: requests to `ours`, by kind and what became of them.
         stock_failures: valid requests that stock did not answer in full.
         stock_changes: answers of stock to its fixed question that were not as before.

@@ -23,11 +23,8 @@ class Sheet:
     """Lines of one problem under construction.
 
     Attributes:
-        rng: source of all random choices.
         names: the names to define, in the order of their lines.
         values: digits of the names defined so far.
-        prompt: pieces of the prompt.
-        trace: pieces of the trace.
         answer: the last value asked for.
     """
 
@@ -35,7 +32,6 @@ class Sheet:
         """Draws the names that the lines will define.
 
         Args:
-            rng: source of all random choices.
             num_names: names the problem defines, at most ``len(NAMES)``.
 
         Raises:

@@ -45,9 +45,7 @@ def test_grids_are_valid_and_have_the_same_options_for_all(path):
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [
-        (["tova", "expected"], "interval: got 64, expected at least 128 tokens"),
-    ],
+    [(["tova", "expected"], "interval: got 64, expected at least 128 tokens")],
 )
 def test_what_servers_refuse_is_refused_before_any_starts(words, message):
     words = ["--dry-run", "--intervals", "64", "--policies", "full", *words]

@@ -6,18 +6,10 @@ import pytest
 from benchmarks.accuracy import summary
 from benchmarks.accuracy.groups import grouped
 from benchmarks.accuracy.margins import front, margin, margins_of, mean_height
-from benchmarks.accuracy.votes import (
-    COSTS,
-    MEASURES,
-    Choice,
-    any_right,
-    choices_of,
-)
+from benchmarks.accuracy.votes import COSTS, MEASURES, Choice, any_right, choices_of
 from support.report_data import SETTINGS as MADE_SETTINGS
 
-SETTINGS = MADE_SETTINGS | {
-    "policy_config": {"wgkv_gates": "gates.safetensors"},
-}
+SETTINGS = MADE_SETTINGS | {"policy_config": {"wgkv_gates": "gates.safetensors"}}
 
 
 def answers(policy: str, rights: list[str], task: str = "a:1", **changes) -> list[dict]:
@@ -72,8 +64,7 @@ def test_the_height_of_a_front_is_that_of_its_steps(low, high, expected):
     found = mean_height(points, array(low)[0], array(high)[0])
     assert found == pytest.approx(expected)
     both = mean_height(
-        tuple(np.stack([each, each]) for each in points),
-        *array([low] * 2, [high] * 2),
+        tuple(np.stack([each, each]) for each in points), *array([low] * 2, [high] * 2)
     )
     assert both == pytest.approx([expected] * 2)
 

@@ -105,8 +105,7 @@ def test_ratios_are_those_of_pairs():
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"mean_running": 5.9}, {"kept_fraction": 0.41}, {"blocks_left": 1}],
+    "changes", [{"mean_running": 5.9}, {"kept_fraction": 0.41}, {"blocks_left": 1}]
 )
 def test_one_pair_may_miss_the_target(changes):
     good = row(mean_running=8.0, kept_fraction=0.3)

@@ -1,82 +1,40 @@
-"""What layouts cost, against counting by hand and against the plugin's own tables."""
+"""What layouts cost, against the record and against the plugin's own tables."""
 
 import json
+from dataclasses import asdict, fields
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import packed
 from benchmarks.kernels import bench_block_tables
 from benchmarks.kernels.bench_block_tables import Account, Case, HeadPages, accounts
+from benchmarks.report.__main__ import RESULTS
 from vllm_kvpolicy.worker.tiers.head_tables import SPARE
 
 CPU = torch.device("cpu")
-PAPER = Case(layers=36, heads=8, requests=32, page=16, tokens=20480)
 SMALL = Case(layers=3, heads=2, requests=3, page=4, tokens=96)
-CASES = pytest.mark.parametrize("case", [PAPER, SMALL], ids=["paper", "small"])
+ON_FILE = json.loads(packed.read_text(RESULTS / "block_tables.json.xz"))["results"]
 
 
-def rows(case: Case) -> list[list[int]]:
-    """Tokens that each head of each layer keeps."""
-    return [
-        [
-            max(1, round(case.tokens * 0.5 * 0.93389**layer * 0.87215**head))
-            for head in range(case.heads)
-        ]
-        for layer in range(case.layers)
+@pytest.mark.parametrize("row", ON_FILE, ids=lambda row: f"{row['tokens']}")
+def test_layouts_cost_what_the_paper_was_compared_by(row: dict[str, Any]) -> None:
+    """The record's costs were counted head by head, page by page."""
+    case = Case(*(row[field.name] for field in fields(Case)))
+    assert {name: asdict(cost) for name, cost in accounts(case).items()} == row[
+        "layouts"
     ]
-
-
-def up(number: int, unit: int) -> int:
-    return -(-number // unit)
-
-
-@CASES
-def test_every_layout_keeps_the_same_and_holds_what_it_loads(case: Case) -> None:
-    total = sum(map(sum, rows(case)))
-    for cost in accounts(case).values():
-        assert cost.kept == total
-        assert total <= cost.loaded <= cost.held
-        superblock = case.layers * case.heads * case.page
-        assert cost.held == cost.superblocks * superblock
-        assert cost.held - cost.loaded < superblock
-
-
-@CASES
-def test_the_papers_layouts_load_one_length_everywhere(case: Case) -> None:
-    kept, heads = rows(case), case.layers * case.heads
-    lengths = {
-        "sparse": case.tokens,
-        "rewrite": up(sum(map(sum, kept)), heads),
-        "max": max(map(max, kept)),
-        "sum": max(map(sum, kept)),
-    }
-    costs = accounts(case)
-    assert {name: costs[name].loaded for name in lengths} == {
-        name: length * heads for name, length in lengths.items()
-    }
-    assert {name: costs[name].rewritten for name in lengths} == {
-        name: 0 if name == "sparse" else sum(map(sum, kept)) for name in lengths
-    }
-    masked = {
-        name: case.requests
-        * (4 * case.heads * up(length, case.page) + heads * up(length, 8))
-        for name, length in lengths.items()
-        if name != "rewrite"
-    }
-    assert {name: costs[name].table_bytes for name in masked} == masked
-    equal = costs["rewrite"].superblocks
-    assert costs["rewrite"].table_bytes == 4 * case.requests * equal
-
-
-@CASES
-def test_ours_is_within_a_superblock_of_the_pages(case: Case) -> None:
-    heads = case.layers * case.heads
-    pages = [up(count, case.page) for layer in rows(case) for count in layer]
+    kept = [
+        max(1, round(case.tokens * 0.5 * 0.93389**layer * 0.87215**head))
+        for layer, head in product(range(case.layers), range(case.heads))
+    ]
+    pages = sum(-(-tokens // case.page) for tokens in kept)
     ours = accounts(case)["ours"]
-    assert 0 <= ours.superblocks * heads - sum(pages) < heads
-    assert ours.loaded == ours.rewritten == sum(pages) * case.page
-    assert ours.loaded - ours.kept < heads * case.page
+    assert (ours.kept, ours.loaded) == (sum(kept), pages * case.page)
+    assert 0 <= ours.superblocks * len(kept) - pages < len(kept)
 
 
 def test_the_plugin_builds_what_is_accounted() -> None:

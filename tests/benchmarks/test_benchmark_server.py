@@ -10,12 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.provenance import ROOT
-from benchmarks.server import (
-    Server,
-    ServerError,
-    parse_metrics,
-    running,
-)
+from benchmarks.server import Server, ServerError, parse_metrics, running
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -18,22 +18,8 @@ from benchmarks.stats import (
     mcnemar,
     median_ratio,
     paired_ratios,
-    percentile,
 )
 from reasoner.intervals import wilson
-
-
-@pytest.mark.parametrize("percent", [0, 2.5, 99])
-@pytest.mark.parametrize("count", [1, 7])
-def test_percentile_interpolates_between_neighbours(percent, count):
-    values = np.random.default_rng(count).normal(size=count)
-    place = percent / 100 * (count - 1)
-    below = int(place)
-    ordered = np.sort(values)
-    above = ordered[min(below + 1, count - 1)]
-    expected = ordered[below] + (place - below) * (above - ordered[below])
-    assert percentile(values, percent) == pytest.approx(expected)
-    assert percentile(list(values), percent) == np.percentile(values, percent)
 
 
 def test_first_and_later_turns_wait_apart():

@@ -17,7 +17,7 @@ from benchmarks.gpu import events, process
 from benchmarks.gpu.decode import Decode
 from benchmarks.gpu.engine import BenchEngine, EngineSpec
 from benchmarks.gpu.events import Events
-from benchmarks.gpu.kernel_checks import check_operation
+from benchmarks.gpu.kernel_checks import MUTATED, check_operation
 from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import token_bytes
 from benchmarks.gpu.parts import Options, Verdict
@@ -274,18 +274,10 @@ def test_a_wrong_result_is_found(label: str, monkeypatch) -> None:
 
     def wrong(**arguments: Any) -> Any:
         result = operation.reference(**arguments)
-        changed = {
-            "compact_pages": "pages",
-            "page_tables": "lengths",
-            "head_page_tables": "offsets",
-            "save_rows": "saved",
-            "until_attention": "output",
-            "page_bounds": "bounds",
-            "write_until": "until",
-            "enter_requests": "num_global",
-            "write_survivors": "local",
-        }.get(operation.name)
-        target = arguments[changed] if changed else result
+        changed = MUTATED | {"page_tables": ["lengths"], "save_rows": ["saved"]}
+        target = result
+        if operation.name in changed:
+            target = arguments[changed[operation.name][-1]]
         if operation.name == "window_usage":
             target = result.mean
         elif operation.name == "segment_quota":

@@ -4,6 +4,7 @@ Nothing is downloaded and no engine starts; `test_language_engine.py` starts one
 """
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -167,7 +168,7 @@ def test_tables_of_several_files_are_of_the_texts_that_all_have(tmp_path):
 def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
     fake = FakeAsker()
     settings = SimpleNamespace(budgets=(8,), intervals=(16,), at_once=2)
-    monkeypatch.setattr(runs, "running", lambda *_: _opened(fake))
+    monkeypatch.setattr(runs, "running", lambda *_: nullcontext(fake))
     out = tmp_path / "out.jsonl"
     work = runs.Work({"losses": made_texts(3)}, lines_of("tova", 8, count=2))
     runs.run(["tova", "random"], settings, work, out)
@@ -188,17 +189,6 @@ def test_lines_of_other_texts_are_refused():
     work = runs.Work({"losses": made_texts(3)}, lines)
     with pytest.raises(ValueError, match="losses novel-1 is another question"):
         work.prepared("losses", FakeAsker())
-
-
-class _opened:
-    def __init__(self, value):
-        self.value = value
-
-    def __enter__(self):
-        return self.value
-
-    def __exit__(self, *_):
-        return False
 
 
 @pytest.mark.parametrize("path", sorted(GRIDS.glob("*.yaml")), ids=lambda p: p.stem)

@@ -11,12 +11,7 @@ import pytest
 from benchmarks.accuracy import results, servers
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.peer import __main__ as command
-from benchmarks.peer import (
-    asking,
-    joining,
-    process,
-    record,
-)
+from benchmarks.peer import asking, joining, process, record
 from benchmarks.peer.process import PeerError
 from benchmarks.report import records, tables
 from reasoner.tokenizer import chat_prompt, encode

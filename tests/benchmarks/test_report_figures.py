@@ -40,9 +40,7 @@ def bars(panel, name: str, across: int) -> list[tuple[float, float, float]]:
         for container in panel.containers
         if container.get_label() == name
         for value, stem in zip(
-            container[0].get_data()[across],
-            container[2][0].get_segments(),
-            strict=True,
+            container[0].get_data()[across], container[2][0].get_segments(), strict=True
         )
     ]
 

@@ -9,14 +9,7 @@ import pytest
 from benchmarks.provenance import ROOT
 from benchmarks.server import Server
 from benchmarks.soak import __main__ as command
-from benchmarks.soak import (
-    asks,
-    fuzz,
-    promises,
-    slopes,
-    storm,
-    watch,
-)
+from benchmarks.soak import asks, fuzz, promises, slopes, storm, watch
 from benchmarks.soak.promises import BrokenPromise, Ledger
 from benchmarks.soak.storm import Outcome
 

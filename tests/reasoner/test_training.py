@@ -8,9 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from reasoner import train
 from reasoner.batches import make_batch, spread_positions
-from reasoner.curriculum import (
-    FIRST_TRAINING_SEED,
-)
+from reasoner.curriculum import FIRST_TRAINING_SEED
 from reasoner.evaluate import CacheRule, Task, score
 from reasoner.intervals import wilson
 from reasoner.problems import TRAINED_TEMPLATES, generate, held_out

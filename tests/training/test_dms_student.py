@@ -151,9 +151,7 @@ def test_a_channel_is_taken_before_rope_and_behind(
 
 
 @torch.no_grad()
-def test_adapters_read_what_enters_a_layer(
-    base: Base,
-) -> None:
+def test_adapters_read_what_enters_a_layer(base: Base) -> None:
     weights = random_adapter(base)
     student = dropping(base, weights, least=torch.inf)  # so that nothing is dropped
     base.hidden(ids(40), student)
@@ -167,9 +165,7 @@ def test_adapters_read_what_enters_a_layer(
 
 
 @torch.no_grad()
-def test_a_new_adapter_gives_the_teacher(
-    base: Base,
-) -> None:
+def test_a_new_adapter_gives_the_teacher(base: Base) -> None:
     student = dropping(base, new_adapter(base))
     teacher = base.hidden(ids(50))
     got = base.hidden(ids(50), student)

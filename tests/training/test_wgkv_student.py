@@ -136,9 +136,7 @@ def test_the_teacher_is_the_model(
 
 
 @torch.no_grad()
-def test_open_gates_give_the_teacher(
-    base: Base,
-) -> None:
+def test_open_gates_give_the_teacher(base: Base) -> None:
     weights = constant_gates(base, 30.0)
     teacher = base.hidden(ids(50))
     for threshold in (None, 0.1):

@@ -38,10 +38,7 @@ class Verdict:
     """What a suite says of a fault.
 
     Args:
-        name: of the fault.
-        digest: of the fault, as it was.
         result: FOUND or MISSED.
-        seconds: of all runs.
         test: that failed; otherwise what was run last said.
     """
 

@@ -22,7 +22,6 @@ class Fault:
 
     Args:
         name: room and what is wrong.
-        file: the file, from the root of a checkout.
         old: text that it has exactly once.
         new: the text in its place.
         tests: words for pytest, a run each, the likeliest to find the fault first.
@@ -67,11 +66,7 @@ def read_faults(path: Path = LIST) -> list[Fault]:
 
 @dataclass(frozen=True)
 class Copy:
-    """A copy of what a checkout tracks, with its environment and built library.
-
-    Args:
-        folder: where it is.
-    """
+    """A copy of what a checkout tracks, with its environment and built library."""
 
     folder: Path
 

@@ -39,12 +39,7 @@ VERSION = re.compile(r"^vllm(?:_cpu)?-([^/-]+)\.dist-info/METADATA$")
 
 
 def scan(version: str, look: Look) -> list[Finding]:
-    """Return what a release has for each thing that we rely on.
-
-    Args:
-        version: of the release, "0.33.0".
-        look: looks a row up in it.
-    """
+    """Return what a release has for each thing that we rely on."""
     every = [*rows.rows(), *rows.imports()]
     if compat.minor_release(version) != compat.TESTED_VLLM:
         _, tested = _open_record(TESTED)

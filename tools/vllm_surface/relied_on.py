@@ -166,8 +166,7 @@ _WORKER = (
         read="use_v2_model_runner",
     ),
     Owner(
-        "vllm.v1.worker.cpu_worker:CPUWorker",
-        {"determine_available_memory": "self"},
+        "vllm.v1.worker.cpu_worker:CPUWorker", {"determine_available_memory": "self"}
     ),
     Owner(
         "vllm.v1.worker.worker_base:WorkerBase",
@@ -178,12 +177,10 @@ _WORKER = (
         read="discard_request_mask get_model input_batch",
     ),
     Owner(
-        "vllm.v1.worker.gpu_input_batch:InputBatch",
-        read="generators num_reqs req_ids",
+        "vllm.v1.worker.gpu_input_batch:InputBatch", read="generators num_reqs req_ids"
     ),
     Owner(
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner",
-        read="get_model prepare_attn",
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner", read="get_model prepare_attn"
     ),
     Owner("vllm.v1.worker.gpu.input_batch:InputBatch", read="req_ids"),
     Owner("vllm.distributed.parallel_state", read="get_tp_group"),
@@ -241,10 +238,7 @@ _ATTENTION = (
     ),
     Owner(
         "vllm.v1.attention.backend:AttentionMetadataBuilder",
-        {
-            "get_cudagraph_support": _CUDAGRAPHS,
-            "supports_update_block_table": "",
-        },
+        {"get_cudagraph_support": _CUDAGRAPHS, "supports_update_block_table": ""},
     ),
     Owner(
         "vllm.v1.attention.backend:AttentionLayer",
@@ -271,10 +265,7 @@ _ATTENTION = (
 )
 
 _CPU = (
-    Owner(
-        "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend",
-        _BACKEND,
-    ),
+    Owner("vllm.v1.attention.backends.cpu_attn:CPUAttentionBackend", _BACKEND),
     Owner(
         "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder",
         {"__init__": _MAKE_BUILDER, "build": _BUILD},
@@ -292,10 +283,7 @@ _CPU = (
 )
 
 _CUDA = (
-    Owner(
-        "vllm.v1.attention.backends.flash_attn:FlashAttentionBackend",
-        _BACKEND,
-    ),
+    Owner("vllm.v1.attention.backends.flash_attn:FlashAttentionBackend", _BACKEND),
     Owner(
         "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder",
         {
@@ -311,10 +299,7 @@ _CUDA = (
         {"forward": _FORWARD},
         read=_IMPL_READS,
     ),
-    Owner(
-        "vllm.v1.attention.backends.triton_attn:TritonAttentionBackend",
-        _BACKEND,
-    ),
+    Owner("vllm.v1.attention.backends.triton_attn:TritonAttentionBackend", _BACKEND),
     Owner(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionMetadataBuilder",
         {"__init__": _MAKE_BUILDER, "build": _BUILD},

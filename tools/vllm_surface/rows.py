@@ -47,8 +47,6 @@ class Finding:
     """What a release has for a row.
 
     Args:
-        row: what we rely on.
-        found: what `Look` returned.
         state: of `STATES`.
         is_known: the same, or as `compat.RELEASES` says.
     """
@@ -108,13 +106,7 @@ def look_into(source: VllmSource) -> Look:
 
 
 def judge(row: Row, found: str | None, version: str) -> Finding:
-    """Return how what a release has compares with a row.
-
-    Args:
-        row: what we rely on.
-        found: what the release has for it.
-        version: of the release, "0.33.0".
-    """
+    """Return how what a release has compares with a row."""
     if found is None:
         return Finding(row, found, GONE, is_known=False)
     if row.wanted is None or found == row.wanted:

@@ -49,9 +49,6 @@ class VllmSource:
     def signature(self, target: str) -> str | None:
         """Return how a function is declared, see `signature_of`.
 
-        Args:
-            target: as for `defines`.
-
         Returns:
             None where vLLM has no such function.
         """

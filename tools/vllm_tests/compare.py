@@ -60,7 +60,6 @@ def problems(records: Records, expected: Iterable[Expected]) -> list[str]:
 
     Args:
         records: of STOCK and other modes.
-        expected: differences.
     """
     found, seen = [], set()
     rows = list(expected)

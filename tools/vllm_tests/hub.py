@@ -61,7 +61,6 @@ def make(folder: Path, group: str) -> None:
     """Write the cache into a folder, as `HF_HOME` names it.
 
     Args:
-        folder: of the cache.
         group: of tests; for CONFIGURATIONS no model has weights.
     """
     for name in CONFIGURATIONS if group == chosen.CONFIGURATIONS else SERVED:

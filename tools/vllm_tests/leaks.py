@@ -17,11 +17,7 @@ SECONDS = 20  # that a server gets to end its last requests
 
 
 def find(scheduler: Any) -> list[str]:
-    """Return what is held by no request; abort those that there are first.
-
-    Args:
-        scheduler: of ours, at the end of a test.
-    """
+    """Return what is held by no request; abort those that there are first."""
     found = _strangers(scheduler)
     if scheduler.connector is not None:  # refused; tests leave it half made
         return found
@@ -38,11 +34,7 @@ def find(scheduler: Any) -> list[str]:
 
 
 def find_served(url: str) -> tuple[list[str], int]:
-    """Return what a server holds behind its last request, and how many events it had.
-
-    Args:
-        url: of its metrics.
-    """
+    """Return what a server holds behind its last request, and its number of events."""
     end = time.monotonic() + SECONDS
     while True:
         with urlopen(url) as answer:

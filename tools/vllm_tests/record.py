@@ -14,7 +14,6 @@ class Record:
     Args:
         test: file, class, function and parameters, as pytest names them.
         outcome: PASSED, FAILED (teardown included) or SKIPPED.
-        message: why it has not passed.
         ours: objects of our classes that it built.
         refused: rows of `api.guards` that refuse what it configured.
         events: that its schedulers carried out.

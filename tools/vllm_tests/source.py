@@ -22,9 +22,6 @@ def fetch(folder: Path = FOLDER) -> None:
 
     The packages get a folder of their own: our tests do without them.
 
-    Args:
-        folder: gets `tests` and `extras`.
-
     Raises:
         ValueError: pip does not bring them.
     """

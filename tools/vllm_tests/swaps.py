@@ -108,11 +108,7 @@ class Swaps:
         return scheduler
 
     def serve(self, server: Any) -> None:
-        """Give the policy to servers that tests start; look at them at their end.
-
-        Args:
-            server: their class.
-        """
+        """Give the policy to servers that tests start; look at them at their end."""
         policy = self.policy | LEAST if "interval" in self.policy else self.policy
         start, end = server._start_server, server._shutdown
 

@@ -23,10 +23,8 @@ class Agreement:
     """How far a run goes along with stock.
 
     Args:
-        requests: compared.
         same: requests with the same tokens to the end.
         tokens: before the first difference of each request, summed.
-        all_tokens: stock's.
         gap: the largest distance between stock's two best log-probabilities at a first
             difference, 0 where there is none.
         worst: the largest difference between log-probabilities of tokens before it.
@@ -87,9 +85,7 @@ def assert_alike(found: Agreement, noises: Sequence[Agreement], dtype: str) -> N
     """Raise unless differences are no larger than those of stock beside itself.
 
     Args:
-        found: ours beside stock.
         noises: stock in other circumstances beside stock.
-        dtype: of the model.
     """
     logprob = LOGPROB[dtype]
     for noise in noises:

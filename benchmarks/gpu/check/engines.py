@@ -177,7 +177,6 @@ class Stock:
     """What stock vLLM did.
 
     Args:
-        run: all requests together.
         noises: each request alone beside that, and all of them on another backend.
         tight: all requests together in a pool that is too small, None if not tried.
     """
@@ -266,13 +265,7 @@ def check_infinite(checks: Any, where: Where, stock: Stock) -> None:
 
 
 def check_policies(checks: Any, where: Where, folder: Path | None = None) -> None:
-    """Real policies run side by side, give blocks back, and survive preemptions.
-
-    Args:
-        checks: a runner.Checks.
-        where: what engines run on.
-        folder: for files that the policies read.
-    """
+    """Real policies run side by side, give blocks back, and survive preemptions."""
     jobs = one_of_each(where.policies, where.policy_tokens)
     first, *others = where.policies
     options = options_of(where.policies)

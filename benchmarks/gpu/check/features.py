@@ -81,8 +81,9 @@ def options_for(words: Sequence[str], folder: Path) -> dict[str, Any]:
     return found
 
 
-def serve_words(checks: Any, where: Where) -> None:
+def check_words(checks: Any) -> None:
     """Serve each kind of policy that needs a file, or an option, on its own server."""
+    where = on_gpu("TRITON_ATTN")
     for label, words in WORDS.items():
         with checks.case(label) as notes, tempfile.TemporaryDirectory() as folder:
             options = options_for(words, Path(folder))
@@ -193,8 +194,3 @@ def check_feature(name: str, checks: Any) -> None:
             where = on_gpu(backend)
             settings = {**where.settings, **changes}
             check_identity(checks, replace(where, settings=settings, **fields))
-
-
-def check_words(checks: Any) -> None:
-    """Serve policies that need a file, or an option, on the packaged model."""
-    serve_words(checks, on_gpu("TRITON_ATTN"))

@@ -14,11 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.draw import CPU
-from benchmarks.gpu.kernel_checks import (
-    WITH_POOL,
-    check_operation,
-    reference_device,
-)
+from benchmarks.gpu.kernel_checks import WITH_POOL, check_operation, reference_device
 from benchmarks.gpu.kernel_inputs import (
     MAKERS,
     REAL_SIZES,
@@ -50,9 +46,7 @@ def check_twins(
     """Check implementations of every operation, those that it has.
 
     Args:
-        checks: a runner.Checks.
         twins: some of dispatch.IMPLEMENTATIONS.
-        device: where they run.
         small: sizes by name, for the reference on the CPU.
         real: sizes by name; only operations that read or write a pool run at FAR.
     """

@@ -51,9 +51,7 @@ class Oracles:
 
     Args:
         policies: names, one request each.
-        settings: further arguments of `helpers.Engine`.
         num_blocks: of the pool; too few for all requests at once.
-        events: when they come; see KVPolicyConfig.
     """
 
     policies: Sequence[str]

@@ -35,7 +35,6 @@ class Checks:
     """Writes the outcome of each check of a group to a file as soon as it is known.
 
     Args:
-        group: name of the group.
         path: file to append to, one JSON object per line; groups share it.
     """
 
@@ -74,7 +73,6 @@ class Group:
     Args:
         targets: "module:function", in turn.
         arguments: of the functions, before their `Checks`.
-        environment: variables of the process.
     """
 
     targets: tuple[str, ...]
@@ -160,8 +158,6 @@ def run_group(command: Sequence[str], path: Path, end: float, name: str) -> None
     Args:
         command: runs a group; gets its name and the file.
         path: the file; gets a line too where the group ended too early.
-        end: the time by which it must end, in seconds of `time.monotonic`.
-        name: of the group.
     """
     started = time.monotonic()
     problem = None
@@ -219,11 +215,8 @@ def run_all(
     """Run groups, a few at a time; print all checks, return whether all passed.
 
     Args:
-        names: some of GROUPS.
         seconds: for everything; a group may use the time that is left.
         path: to append to: a line about the machine, one for each check as it ends.
-        command: runs a group; see `run_group`.
-        jobs: groups at a time.
     """
     started = time.monotonic()
     about = machine()

@@ -41,7 +41,6 @@ def check_syncs(
     """Check that policies add no synchronising call to the steps of decoding.
 
     Args:
-        checks: a runner.Checks.
         where: what engines run on, and policies of heads of equal length.
         ragged: policies of heads of their own lengths.
         set_mode: torch.cuda.set_sync_debug_mode, or what stands in for it.
@@ -114,13 +113,7 @@ def watch(
 
 
 def decode(engine: Engine, asked: list[Any], around: Callable[[int], Any]) -> None:
-    """Let requests decode; each step of STEPS runs inside `around(step)`.
-
-    Args:
-        engine: idle.
-        asked: the requests' own knobs, in turn.
-        around: a context manager for a step.
-    """
+    """Let requests decode; each step of STEPS runs inside `around(step)`."""
     from vllm import SamplingParams, TokensPrompt
 
     llm_engine = engine.llm.llm_engine

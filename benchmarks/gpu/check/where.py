@@ -35,11 +35,7 @@ class Where:
     """What engines run on.
 
     Args:
-        model: folder of the model.
-        settings: further arguments of `helpers.Engine`.
-        num_blocks: of the pool.
         tight_blocks: of a pool that makes `jobs` preempt each other.
-        jobs: requests whose tokens are compared.
         backend: name of the attention backend, of engines whose decode steps are
             replays of graphs; empty where there are none.
         policies: names that are tried one beside another.

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from support.attention.folded_scene import FoldedScene
-from support.attention.oracles import FLOOR, LONGEST, Verdict, gpu_config, plain
+from support.attention.oracles import (
+    DTYPES,
+    FLOOR,
+    LONGEST,
+    SEEDS,
+    Verdict,
+    gpu_config,
+    plain,
+)
 from support.attention.scene import requests
 from vllm_kvpolicy import compat
 
@@ -118,17 +126,25 @@ def gpu_scenes(
 
 def check_on_gpu(checks: Any) -> None:
     """Check each backend step by step, then in a graph captured at length one."""
-    with gpu_scenes(torch.bfloat16) as make:
-        for name in BACKENDS:
-            for queries, label in ((1, "decode"), (PROMPT, "decode and prefill")):
-                with checks.case(f"{name}, own lengths, {label}, PyTorch") as notes:
-                    scene = make(name, queries)
-                    _check(scene, scene.attend(), notes)
-    with gpu_scenes(torch.bfloat16, **GRAPHS) as make:
-        for name in BACKENDS:
-            with checks.case(f"{name}, own lengths, replay, PyTorch") as notes:
-                scene = make(name)
-                _check(scene, replay(scene), notes)
+    for dtype in DTYPES:
+        kind = getattr(torch, dtype)
+        with gpu_scenes(kind) as make:
+            for name in BACKENDS:
+                for queries, label in ((1, "decode"), (PROMPT, "decode and prefill")):
+                    with checks.case(
+                        f"{name}, {dtype}, own lengths, {label}, PyTorch"
+                    ) as notes:
+                        for seed in SEEDS:
+                            scene = make(name, queries, seed)
+                            _check(scene, scene.attend(), notes)
+        with gpu_scenes(kind, **GRAPHS) as make:
+            for name in BACKENDS:
+                with checks.case(
+                    f"{name}, {dtype}, own lengths, replay, PyTorch"
+                ) as notes:
+                    for seed in SEEDS:
+                        scene = make(name, seed=seed)
+                        _check(scene, replay(scene), notes)
 
 
 def _check(scene: FoldedScene, found: torch.Tensor, notes: list[str]) -> None:

@@ -24,6 +24,7 @@ from vllm_kvpolicy import compat
 
 FLOOR = 2e-5  # what the order of float32 sums may change at these lengths
 LONGEST = 2600
+DTYPES, SEEDS = ("bfloat16", "float16"), range(3)
 WORKSPACE_BYTES = 128 * 2**20
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
@@ -235,24 +236,34 @@ def gpu_scenes(dtype: torch.dtype) -> Iterator[Callable[..., Scene]]:
 
 def check_on_gpu(checks: Any) -> None:
     """Check each backend, then whether others agree with PyTorch about the same."""
-    with gpu_scenes(torch.bfloat16) as make:
-        for backend in compat.GPU_BACKENDS:
-            for queries, label in ((1, "decode"), (70, "decode and prefill")):
-                with checks.case(f"{backend}, {label}, PyTorch") as notes:
-                    if reason := lacking(backend):
-                        notes.append(f"NOT RUN: {reason}")
-                        continue
-                    scene = make(backend, queries)
-                    verdict = judge(scene, scene.attend())
-                    notes.append(str(verdict))
-                    verdict.check()
-        scene = make("TRITON_ATTN", 70)
-        for name, ask in others(scene).items():
-            with checks.case(f"the same scene, {name}") as notes:
-                if reason := missing(name):
-                    notes.append(f"NOT RUN: {reason}")
-                    continue
-                notes += agree(scene, ask())
+    for dtype in DTYPES:
+        with gpu_scenes(getattr(torch, dtype)) as make:
+            for backend in compat.GPU_BACKENDS:
+                _check_backend(checks, f"{backend}, {dtype}", backend, make)
+
+
+def _check_backend(
+    checks: Any, words: str, backend: str, make: Callable[..., Scene]
+) -> None:
+    for queries, label in ((1, "decode"), (70, "decode and prefill")):
+        with checks.case(f"{words}, {label}, PyTorch") as notes:
+            if reason := lacking(backend):
+                notes.append(f"NOT RUN: {reason}")
+                continue
+            for seed in SEEDS:
+                scene = make(backend, queries, seed)
+                verdict = judge(scene, scene.attend())
+                notes.append(str(verdict))
+                verdict.check()
+    if lacking(backend):
+        return
+    scene = make(backend, 70)
+    for name, ask in others(scene).items():
+        with checks.case(f"{words}, the same scene, {name}") as notes:
+            if reason := missing(name):
+                notes.append(f"NOT RUN: {reason}")
+                continue
+            notes += agree(scene, ask())
 
 
 def others(scene: Scene) -> dict[str, Callable[[], torch.Tensor]]:
