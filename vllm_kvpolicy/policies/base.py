@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.policies.scorers._signals import TokenSignal
@@ -43,7 +42,7 @@ class Needs:
         signals: what is measured at every token while it is computed.
         memory: names of the float32 values that it keeps per survivor from event to
             event.
-        until: the decisions made while tokens were computed; see `Decider`.
+        until: the decisions made while tokens were computed, see `BaseAdmission`.
         exact: attention follows these decisions, not only events.
     """
 
@@ -291,40 +290,3 @@ class LoadedModel:
     def step_tokens(self) -> int:
         """Most tokens of a step, padding included."""
         return self.vllm_config.scheduler_config.max_num_batched_tokens
-
-
-class Decider(Protocol):
-    """Decides, while tokens are computed, which ones stay after the window.
-
-    Attributes:
-        window: queries that always see a token, its own included.
-        shift: the token at t decides on the one at t - shift, 0 or 1.
-        nbytes: bytes of device memory, once it is attached.
-    """
-
-    window: int
-    shift: int
-    nbytes: int
-
-    def attach(self, model: LoadedModel) -> None:
-        """Hook the loaded model.
-
-        Raises:
-            ValueError: the model is not one that it can hook.
-        """
-        ...
-
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
-        """Return the decisions of a layer's new tokens.
-
-        Args:
-            layer: index of the layer in model order.
-            key: [T, H, D] model dtype, post-RoPE.
-            positions: [T] int64.
-
-        Returns:
-            [T, H], keep or drop the token at t - shift.
-        """
-        ...

@@ -7,7 +7,7 @@ in the header; they cannot run code.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -92,6 +92,12 @@ class CalibratedScorer(BaseScorer):
     fitted = True
     kind: ClassVar[str]
     calibration: Calibration
+
+    @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        """Build the scorer from its calibration file; see `Word`."""
+        calibration = load(options.pop(f"{cls.kind}_calibration"), cls.kind)
+        return cls(calibration, **options)
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:

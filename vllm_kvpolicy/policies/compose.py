@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage
-from vllm_kvpolicy.policies.base import Decider, Decision, EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.names import ResolvedPolicy, parse, resolve
 from vllm_kvpolicy.policies.words import BaseAdmission, BaseAllocator, BaseScorer, Word
 
@@ -128,9 +128,9 @@ class AdmittedPolicy(Policy):
             self.needs |= eviction.needs
 
     @property
-    def decider(self) -> Decider | None:
+    def decider(self) -> BaseAdmission | None:
         """What decides while tokens are computed; None where gates wait for events."""
-        return cast(Decider, self.admission) if self.needs.until else None
+        return self.admission if self.needs.until else None
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Keep admitted and must-keep tokens; at most `budget` where there is one."""

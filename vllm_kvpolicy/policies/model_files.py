@@ -1,6 +1,7 @@
 """Files made for one model: tensors in safetensors, fields as text in the header."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -74,19 +75,80 @@ class ModelFile:
         for name, value in expected.items():
             expect(self.NAME, self.path, name, getattr(self, name), value)
 
-    def check_sizes(self, *names: str) -> None:
-        """Check that these fields are at least 1.
+    def require(self, name: str, is_valid: bool, valid: str) -> None:
+        """Raise ValueError, as `fits`, unless the value of a field is valid."""
+        if not is_valid:
+            self.fits(**{name: valid})
 
-        Raises:
-            ValueError: naming the file, the field, and what was found and expected.
-        """
+    def check_sizes(self, *names: str) -> None:
+        """Check that these fields are at least 1; raises as `fits`."""
         for name in names:
-            if getattr(self, name) < 1:
-                self.fits(**{name: "at least 1"})
+            self.require(name, getattr(self, name) >= 1, "at least 1")
+
+
+class LayerFile(ModelFile):
+    """A file with tensors of the same names for each layer.
+
+    Attributes:
+        PREFIX: what their names begin with, behind `self_attn` of a layer.
+        NAMES: the rest of a name -> field of `stacked`.
+        num_layers: L.
+    """
+
+    PREFIX: ClassVar[str] = ""
+    NAMES: ClassVar[Mapping[str, str]]
+    num_layers: int
+
+    @classmethod
+    def full_name(cls, layer: int, name: str) -> str:
+        """Return the name of a tensor of `NAMES` in a file."""
+        return f"model.layers.{layer}.self_attn.{cls.PREFIX}{name}"
+
+    def layer_shapes(self) -> Iterable[tuple[int, ...]]:
+        """Return the shapes of one layer's tensors, in the order of `NAMES`."""
+        raise NotImplementedError
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the tensors."""
+        of_layer = dict(zip(self.NAMES, self.layer_shapes(), strict=True))
+        return {
+            self.full_name(layer, name): shape
+            for layer in range(self.num_layers)
+            for name, shape in of_layer.items()
+        }
+
+    def check(self) -> None:
+        """Check that it has the tensors of `shapes`, see `check_tensors`."""
+        most = len(self.tensors)
+        self.require("num_layers", self.num_layers <= most, f"at most {most}")
+        check_tensors(self.NAME, self.path, self.tensors, self.shapes)
+
+    def stacked(self) -> dict[str, torch.Tensor]:
+        """Return float32 tensors by field, with a leading L."""
+        layers = range(self.num_layers)
+        return {
+            field: torch.stack([self.tensors[self.full_name(i, name)] for i in layers])
+            for name, field in self.NAMES.items()
+        }
+
+    @classmethod
+    def unstacked(cls, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a file; the inverse of `stacked`."""
+        return {
+            cls.full_name(layer, name): tensor.detach()
+            .to("cpu", torch.float32)
+            .contiguous()
+            for name, field in cls.NAMES.items()
+            for layer, tensor in enumerate(weights[field])
+        }
 
 
 def read(
-    kind: str, path: str | Path, valid: str
+    kind: str,
+    path: str | Path,
+    valid: str,
+    is_wanted: Callable[[str], object] | None = None,
 ) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
     """Return the header and the tensors of a safetensors file; it cannot run code.
 
@@ -94,16 +156,36 @@ def read(
         kind: what errors call the file.
         path: the file.
         valid: the kinds of files that are valid, for errors.
+        is_wanted: takes the name of a tensor; None reads all of them.
 
     Raises:
         ValueError: it cannot be read.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            names = filter(is_wanted, file.keys())
+            tensors = {name: file.get_tensor(name) for name in names}
             return file.metadata() or {}, tensors
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{kind} {path}: got {error}, expected {valid}") from None
+
+
+def read_json(kind: str, path: Path, valid: str) -> Any:
+    """Return what a file of JSON holds; takes and raises what `read` does."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{kind} {path}: got {error}, expected {valid}") from None
+
+
+def as_float32(
+    kind: str, path: str | Path, tensors: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return tensors in float32; raises ValueError if one is not floating point."""
+    for name, tensor in tensors.items():
+        floating = tensor.is_floating_point()
+        expect(kind, path, f"{name} is floating point", floating, True)
+    return {name: tensor.detach().float() for name, tensor in tensors.items()}
 
 
 def check_tensors(

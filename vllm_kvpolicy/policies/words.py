@@ -11,8 +11,15 @@ from typing import Any, ClassVar
 import torch
 
 from vllm_kvpolicy.config_keys import AlwaysKept
+from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, OfModel
+from vllm_kvpolicy.policies.base import (
+    Decision,
+    EventInputs,
+    LoadedModel,
+    Needs,
+    OfModel,
+)
 from vllm_kvpolicy.policies.options import BaseOptions
 
 
@@ -183,17 +190,21 @@ class BaseAllocator(Word, ABC):
 class BaseAdmission(Word):
     """Predicts how useful a token will be when it is no longer among the newest.
 
-    A subclass either defines `gates`, or sets `needs.until` and implements `Decider`;
-    its decisions then act as gates of 0 or 1.
+    A subclass defines `gates`; or it sets `needs.until`, defines the other methods, and
+    decides while tokens are computed: its decisions then act as gates of 0 or 1.
 
     Attributes:
         needs: what `gates` reads.
         threshold: tokens with a gate above this are admitted.
+        window: queries that always see a token, its own included.
+        shift: the token at t decides on the one at t - shift, 0 or 1.
     """
 
     ragged = True
     needs = Needs()
     threshold: float = 0.5
+    window = 1
+    shift = 0
 
     def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
         """Evaluate the gates of some tokens.
@@ -204,6 +215,34 @@ class BaseAdmission(Word):
 
         Returns:
             [E, L, H, F] float32 between 0 and 1.
+        """
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory, once it is attached."""
+        raise NotImplementedError
+
+    def attach(self, model: LoadedModel) -> None:
+        """Hook the loaded model.
+
+        Raises:
+            ValueError: the model is not one that it can hook.
+        """
+        raise NotImplementedError
+
+    def decisions(
+        self, layer: int, key: torch.Tensor, positions: torch.Tensor
+    ) -> Decisions:
+        """Decide on the new tokens of a layer, by its index in model order.
+
+        Args:
+            layer: the index.
+            key: [T, H, D] model dtype, post-RoPE.
+            positions: [T] int64.
+
+        Returns:
+            [T, H], keep or drop the token at t - shift.
         """
         raise NotImplementedError
 

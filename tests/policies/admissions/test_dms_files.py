@@ -11,13 +11,12 @@ from safetensors.torch import save_file
 
 from support.made_adapters import make_adapter
 from vllm_kvpolicy.policies.admissions.dms.model import (
-    full_name,
+    DmsAdapter,
     load,
-    unstacked,
 )
 
 NAN = float("nan")
-WEIGHT = full_name(1, "dms_proj_alpha.weight")
+WEIGHT = DmsAdapter.full_name(1, "dms_proj_alpha.weight")
 CONFIG = {
     "model_type": "qwen3",
     "num_hidden_layers": 3,
@@ -83,7 +82,7 @@ def test_a_folder_that_leaves_out_what_its_class_knows(tmp_path: Path) -> None:
 def test_a_folder_whose_first_heads_decide(tmp_path: Path) -> None:
     got = load(write_folder(tmp_path, {"dms_alpha_per": "layer"}))
     for layer, weight in enumerate(make_adapter().stacked()["projection"]):
-        found = got.tensors[full_name(layer, "dms_proj_alpha.weight")]
+        found = got.tensors[DmsAdapter.full_name(layer, "dms_proj_alpha.weight")]
         assert torch.equal(found, weight[:1].bfloat16().float().expand(2, 8))
 
 
@@ -91,7 +90,7 @@ def test_names_are_those_of_checkpoints_and_stacking_has_an_inverse() -> None:
     adapter = make_adapter()
     stacked = adapter.stacked()
     assert torch.equal(stacked["projection"][1], adapter.tensors[WEIGHT])
-    again = unstacked(stacked)
+    again = DmsAdapter.unstacked(stacked)
     assert again.keys() == adapter.tensors.keys()
     assert all(torch.equal(again[name], t) for name, t in adapter.tensors.items())
     assert sorted(make_adapter(layers=1).shapes) == [
@@ -165,7 +164,7 @@ def test_folders_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> Non
 
 
 def test_folders_of_something_else(tmp_path: Path) -> None:
-    bias = {full_name(0, "dms_proj_alpha.bias"): torch.ones(2)}
+    bias = {DmsAdapter.full_name(0, "dms_proj_alpha.bias"): torch.ones(2)}
     assert "biases, which no released model has" in refused(
         write_folder(tmp_path, None, bias)
     )

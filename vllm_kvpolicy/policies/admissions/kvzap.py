@@ -9,7 +9,6 @@ tokens; sinks are kept. Theirs hides tokens of a prompt when it has been read wh
 """
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -163,7 +162,10 @@ def load(name: str | Path) -> Surrogate:
         ValueError: naming the folder, the key, and what was found and expected there.
     """
     folder = _folder(name)
-    config = _read_config(folder / CONFIG_FILE)
+    path = folder / CONFIG_FILE
+    config = model_files.read_json(NAME, path, VALID)
+    if not isinstance(config, dict):
+        expect(path, "content", type(config).__name__, "an object")
     expect(folder, "model_type", config.get("model_type"), MODEL_TYPE)
     units = config.get("hidden_dim")
     sizes = {key: config.get(key) for key in SIZES}
@@ -171,15 +173,12 @@ def load(name: str | Path) -> Surrogate:
         if type(size) is not int or size < 1:
             expect(folder, key, size, "an integer of at least 1")
     _, found = model_files.read(NAME, folder / WEIGHTS_FILE, VALID)
-    for tensor_name, tensor in found.items():
-        floating = tensor.is_floating_point()
-        expect(folder, f"{tensor_name} is floating point", floating, True)
     surrogate = Surrogate(
         num_layers=config["n_modules"],
         hidden_size=config["input_dim"],
         num_kv_heads=config["output_dim"],
         num_units=units,
-        tensors={key: tensor.float() for key, tensor in found.items()},
+        tensors=model_files.as_float32(NAME, folder, found),
         path=folder,
     )
     if surrogate.num_layers > len(found):
@@ -198,22 +197,11 @@ def _folder(name: str | Path) -> Path:
         raise ValueError(f"{NAME} {name}: got no folder, expected {VALID}") from None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the object that config.json holds."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{NAME} {path}: got {error}, expected {VALID}") from None
-    if not isinstance(content, dict):
-        expect(path, "content", type(content).__name__, "an object")
-    return content
-
-
 ARGUMENT = "hidden_states"  # of the forward method of vLLM's attention modules
 
 
 class SurrogateScores(BaseAdmission):
-    """Admits the tokens whose score is not below a threshold; a `Decider`.
+    """Admits the tokens whose score is not below a threshold.
 
     Args:
         surrogate: as read from a folder; once layers have its tensors, its sizes alone.
@@ -244,8 +232,6 @@ class SurrogateScores(BaseAdmission):
             "natural logarithms",
         )
 
-    shift = 0
-
     @classmethod
     def from_options(cls, **options: Any) -> Self:
         """Build the admission from the folder of a surrogate; see `Word`."""
@@ -263,7 +249,6 @@ class SurrogateScores(BaseAdmission):
     def __init__(self, surrogate: Surrogate, lowest: float, exact: bool) -> None:
         self.needs = Needs(until=True, exact=exact)
         self.surrogate, self.lowest = surrogate, lowest
-        self.window = 1
         self._scorers: list[HeadLogits] = []
 
     def check_model(self, model: ModelShape) -> None:
@@ -280,7 +265,7 @@ class SurrogateScores(BaseAdmission):
         return sum(part.nbytes for each in self._scorers for part in each.buffers())
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook the attention module of each layer; see `Decider`."""
+        """Hook the attention module of each layer; see `BaseAdmission`."""
         # Besides itself, a query sees as many tokens as are recent at an event.
         self.window = own_config(model.vllm_config).recent_tokens + 1
         shape = model.step_tokens, self.surrogate.num_kv_heads
@@ -298,7 +283,7 @@ class SurrogateScores(BaseAdmission):
     def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
     ) -> Decisions:
-        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
+        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         is_below = self._scorers[layer].logits[: len(positions)] < self.lowest
         return Decisions(~is_below)
 

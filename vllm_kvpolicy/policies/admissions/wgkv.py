@@ -8,7 +8,7 @@ attention has to be exact, while tokens are computed.
 import math
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.base import EventInputs, LoadedModel, Needs
-from vllm_kvpolicy.policies.model_files import ModelFile, ModelShape
+from vllm_kvpolicy.policies.model_files import LayerFile, ModelShape
 from vllm_kvpolicy.policies.options import ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
@@ -32,24 +32,10 @@ FLAVOURS = ("llama", "qwen3")  # model types; the gate of qwen3 reads normalised
 WINDOW, THRESHOLD = 256, 0.1  # of all released gates
 # Hidden units of released gates, in head sizes.
 RELEASED_UNITS = {"llama": 4, "qwen3": 1.5}
-# Names in a file, and of the fields of `kernels.wgkv_gate.GateWeights`.
-NAMES = {
-    "pre_key_norm.weight": "pre_norm",
-    "post_key_norm.weight": "post_norm",
-    "conv1.weight": "first",
-    "conv1.bias": "first_bias",
-    "conv2.weight": "second",
-    "conv2.bias": "second_bias",
-}
-
-
-def full_name(layer: int, name: str) -> str:
-    """Return the name of a tensor of `NAMES` in a file."""
-    return f"model.layers.{layer}.self_attn.g_predictors.{name}"
 
 
 @dataclass(frozen=True)
-class Gates(ModelFile):
+class Gates(LayerFile):
     """The gates of a model, and what they were trained for.
 
     A small network per layer and KV head, with names and shapes as the weights at
@@ -74,6 +60,16 @@ class Gates(ModelFile):
 
     NAME = "wgkv gates"
     FORMAT = "vllm-kvpolicy wgkv gates 1"
+    PREFIX = "g_predictors."
+    # The fields are those of `kernels.wgkv_gate.GateWeights`.
+    NAMES = {
+        "pre_key_norm.weight": "pre_norm",
+        "post_key_norm.weight": "post_norm",
+        "conv1.weight": "first",
+        "conv1.bias": "first_bias",
+        "conv2.weight": "second",
+        "conv2.bias": "second_bias",
+    }
 
     model: str
     flavour: str
@@ -89,13 +85,12 @@ class Gates(ModelFile):
     tensors: Mapping[str, torch.Tensor]
     path: str | Path = ""
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors: as the first bias says, M units per head."""
+    def layer_shapes(self) -> Iterable[tuple[int, ...]]:
+        """Return the shapes of `NAMES`: as the first bias says, M units per head."""
         heads, channels = self.num_kv_heads, self.head_dim
-        first_bias = self.tensors.get(full_name(0, "conv1.bias"), torch.empty(0))
+        first_bias = self.tensors.get(self.full_name(0, "conv1.bias"), torch.empty(0))
         units = max(1, first_bias.numel() // heads)
-        shapes = (
+        return (
             (channels,),
             (channels,),
             (heads * units, 2 * channels, 1),
@@ -103,11 +98,6 @@ class Gates(ModelFile):
             (heads, units, 1),
             (heads,),
         )
-        return {
-            full_name(layer, name): shape
-            for layer in range(self.num_layers)
-            for name, shape in zip(NAMES, shapes, strict=True)
-        }
 
     def check_model(
         self,
@@ -126,7 +116,7 @@ class Gates(ModelFile):
         if self.flavour:
             self.fits(flavour=flavour)
         elif flavour in RELEASED_UNITS:
-            units = self.shapes[full_name(0, "conv2.weight")][1]
+            units = self.shapes[self.full_name(0, "conv2.weight")][1]
             wanted = int(RELEASED_UNITS[flavour] * head_dim)
             expect(self.path, f"hidden units for {flavour}", units, wanted)
         if not math.isnan(self.rope_theta):
@@ -140,34 +130,26 @@ class Gates(ModelFile):
             "first_bias": (self.num_layers, heads, -1),
             "second": (self.num_layers, heads, -1),
         }
-        layers = range(self.num_layers)
-        whole = {
-            field: torch.stack([self.tensors[full_name(i, name)] for i in layers])
-            for name, field in NAMES.items()
-        }
         return {
             field: tensor.view(shapes.get(field, tensor.shape))
-            for field, tensor in whole.items()
+            for field, tensor in super().stacked().items()
         }
 
-
-def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file; the inverse of `Gates.stacked`."""
-    num_layers, num_heads, num_units, channels = weights["first"].shape
-    shapes = {
-        "first": (num_layers, num_heads * num_units, channels, 1),
-        "first_bias": (num_layers, num_heads * num_units),
-        "second": (num_layers, num_heads, num_units, 1),
-    }
-    return {
-        full_name(layer, name): tensor[layer]
-        .detach()
-        .to("cpu", torch.float32)
-        .contiguous()
-        for name, field in NAMES.items()
-        for tensor in [weights[field].reshape(shapes.get(field, weights[field].shape))]
-        for layer in range(num_layers)
-    }
+    @classmethod
+    def unstacked(cls, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of a file; the inverse of `stacked`."""
+        num_layers, num_heads, num_units, channels = weights["first"].shape
+        shapes = {
+            "first": (num_layers, num_heads * num_units, channels, 1),
+            "first_bias": (num_layers, num_heads * num_units),
+            "second": (num_layers, num_heads, num_units, 1),
+        }
+        return super().unstacked(
+            {
+                field: tensor.reshape(shapes.get(field, tensor.shape))
+                for field, tensor in weights.items()
+            }
+        )
 
 
 _NAME = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.g_predictors\..+")
@@ -188,12 +170,9 @@ def load(path: str | Path) -> Gates:
     Raises:
         ValueError: naming the file, the key, and what was found and expected there.
     """
-    gates = (
-        _load_released(path) if Path(path).suffix.lower() == ".pt" else _load_ours(path)
-    )
-    if gates.num_layers > len(gates.tensors):
-        expect(path, "num_layers", gates.num_layers, f"at most {len(gates.tensors)}")
-    model_files.check_tensors(gates.NAME, path, gates.tensors, gates.shapes)
+    is_released = Path(path).suffix.lower() == ".pt"
+    gates = _load_released(path) if is_released else _load_ours(path)
+    gates.check()
     return gates
 
 
@@ -201,15 +180,12 @@ def _load_ours(path: str | Path) -> Gates:
     """Read a file that `save` wrote; does not check its tensors."""
     valid = "a safetensors file, or a .pt file released by the authors"
     gates = Gates.from_file(path, valid)
-    if gates.flavour not in FLAVOURS:
-        expect(path, "flavour", gates.flavour, " or ".join(FLAVOURS))
+    gates.require("flavour", gates.flavour in FLAVOURS, " or ".join(FLAVOURS))
     gates.check_sizes("num_layers", "num_kv_heads", "head_dim", "window")
-    if gates.sinks < 0:
-        expect(path, "sinks", gates.sinks, "at least 0")
-    if not 0 <= gates.threshold < 1:
-        expect(path, "threshold", gates.threshold, "a number from 0 to below 1")
-    if not gates.rope_theta > 0:
-        expect(path, "rope_theta", gates.rope_theta, "a number above 0")
+    gates.require("sinks", gates.sinks >= 0, "at least 0")
+    is_share = 0 <= gates.threshold < 1
+    gates.require("threshold", is_share, "a number from 0 to below 1")
+    gates.require("rope_theta", gates.rope_theta > 0, "a number above 0")
     return gates
 
 
@@ -219,8 +195,8 @@ def _load_released(path: str | Path) -> Gates:
     matches = [_NAME.fullmatch(name) for name in tensors]
     # Counted, since a name could hold any number.
     num_layers = len({int(match[1]) for match in matches if match})
-    head_dim = _only_size(path, tensors, full_name(0, "pre_key_norm.weight"))
-    num_kv_heads = _only_size(path, tensors, full_name(0, "conv2.bias"))
+    head_dim = _only_size(path, tensors, "pre_key_norm.weight")
+    num_kv_heads = _only_size(path, tensors, "conv2.bias")
     return Gates(
         model="",
         flavour="",
@@ -239,7 +215,8 @@ def _load_released(path: str | Path) -> Gates:
 
 
 def _only_size(path: str | Path, tensors: Mapping[str, torch.Tensor], name: str) -> int:
-    """Return the size of a tensor that has to have one dimension."""
+    """Return the size of a tensor of layer 0 that has to have one dimension."""
+    name = Gates.full_name(0, name)
     if name not in tensors:
         expect(path, "tensors", sorted(tensors)[:8], f"{name} among them")
     shape = list(tensors[name].shape)
@@ -271,8 +248,7 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
         expect(path, f"name {name!r} is text", isinstance(name, str), True)
         expect(path, f"{name} is a tensor", isinstance(value, torch.Tensor), True)
         expect(path, f"layout of {name}", value.layout, torch.strided)
-        expect(path, f"{name} is floating point", value.is_floating_point(), True)
-    return {name: value.detach().float() for name, value in content.items()}
+    return model_files.as_float32(Gates.NAME, path, content)
 
 
 class WriteGates(BaseAdmission):
@@ -281,7 +257,7 @@ class WriteGates(BaseAdmission):
     Args:
         gates: as read from a file.
         threshold: the paper's tau; None for the file's.
-        exact: tokens decide while they are computed; this is a `Decider` then.
+        exact: tokens decide while they are computed.
     """
 
     summary = "trained gates choose which tokens stay when they leave the recent window"
@@ -302,8 +278,6 @@ class WriteGates(BaseAdmission):
             description="tokens with a gate above this are admitted; by default the "
             "file's value, 0.1 for released gates",
         )
-
-    shift = 0
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
@@ -365,7 +339,7 @@ class WriteGates(BaseAdmission):
         return sum(tensor.nbytes for tensor in self.weights.tensors().values())
 
     def attach(self, model: LoadedModel) -> None:
-        """Move the gates to the model's device and dtype; see `Decider`."""
+        """Move the gates to the model's device and dtype; see `BaseAdmission`."""
         self._rope = model.rope
         self.weights = self.weights.to(model.device, model.dtype)
         self._of_layer = [
@@ -376,7 +350,7 @@ class WriteGates(BaseAdmission):
     def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
     ) -> Decisions:
-        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
+        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         assert self._rope is not None  # `needs` says so
         # One event of one layer, [1, 1, H, T, D].
         keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])

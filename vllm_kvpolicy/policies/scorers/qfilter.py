@@ -5,8 +5,6 @@ https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/qfilter_press.py.
 Deviations: none. As in the published filters, f points away from the queries.
 """
 
-from typing import Any, Self
-
 import torch
 from pydantic import Field
 
@@ -17,7 +15,6 @@ from vllm_kvpolicy.policies.calibration import (
     DESCRIPTION,
     CalibratedScorer,
     Calibration,
-    load,
 )
 from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
@@ -38,11 +35,6 @@ class QFilterScorer(CalibratedScorer):
         qfilter_calibration: FilePath = Field(description=DESCRIPTION.format("qfilter"))
 
     needs = Needs(keys=True)
-
-    @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        """Build the scorer from its calibration file; see `Word`."""
-        return cls(load(options["qfilter_calibration"], "qfilter"))
 
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration

@@ -14,7 +14,7 @@ are float32 up to 70000 rad); no noise on ties. Mean and deviation are those of 
 tokens but the leading run of must-keep tokens (theirs: but the prompt).
 """
 
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -28,7 +28,6 @@ from vllm_kvpolicy.policies.calibration import (
     DESCRIPTION,
     CalibratedScorer,
     Calibration,
-    load,
 )
 from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
@@ -42,9 +41,7 @@ class TriAttentionScorer(CalibratedScorer):
 
     Args:
         calibration: of kind "triattention".
-        aggregate: "max" or "mean" of the query heads of a group.
-        has_direction: count the first sum, which depends on distance.
-        has_mean_length: subtract |Q| in the second sum.
+        tri_aggregate: "max" or "mean" of the query heads of a group.
     """
 
     summary = "attention expected from the mean query at future positions"
@@ -62,25 +59,12 @@ class TriAttentionScorer(CalibratedScorer):
 
     needs = Needs(keys=True, rope=True, halves=True)
 
-    @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        """Build the scorer from its calibration file; see `Word`."""
-        calibration = load(options["triattention_calibration"], "triattention")
-        return cls(calibration, options["tri_aggregate"])
-
-    def __init__(
-        self,
-        calibration: Calibration,
-        aggregate: str,
-        has_direction: bool = True,
-        has_mean_length: bool = True,
-    ) -> None:
+    def __init__(self, calibration: Calibration, tri_aggregate: str) -> None:
         self.calibration = calibration
-        self.aggregate = aggregate
+        self.aggregate = tri_aggregate
         stored = calibration.tensors
-        query = torch.complex(stored["query_real"], stored["query_imag"])
-        self.by_length = stored["query_abs"] - query.abs() * has_mean_length
-        self.query = query * has_direction
+        self.query = torch.complex(stored["query_real"], stored["query_imag"])
+        self.by_length = stored["query_abs"] - self.query.abs()
 
     def take_heads(self, shard: HeadShard) -> None:
         """Take the statistics of the query heads of the rank; see `OfModel`."""

@@ -130,7 +130,7 @@ class DelayedEviction(BaseAdmission):
     def __init__(self, adapter: DmsAdapter | None, options: Mapping[str, Any]) -> None:
         self.adapter, self.options = adapter, options
         self.needs = Needs(until=True, exact=options["exact"])
-        self.rule = DmsRule()
+        self._follow(DmsRule())
         self.weights: DecisionWeights | None = None
         self._logits: list[torch.Tensor] = []
         self._shard: HeadShard | None = None
@@ -139,15 +139,8 @@ class DelayedEviction(BaseAdmission):
         """Decide for the rank's KV heads; see `OfModel`."""
         self._shard = shard
 
-    @property
-    def window(self) -> int:
-        """Queries that always see a token, its own included."""
-        return self.rule.window + 1
-
-    @property
-    def shift(self) -> int:
-        """Distance from a token to the older one that it decides on, 0 or 1."""
-        return self.rule.shift
+    def _follow(self, rule: DmsRule) -> None:
+        self.rule, self.window, self.shift = rule, rule.window + 1, rule.shift
 
     @property
     def nbytes(self) -> int:
@@ -157,9 +150,9 @@ class DelayedEviction(BaseAdmission):
         return sum(tensor.nbytes for tensor in (*self._logits, *adapter))
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook a model's layers; see `Decider`."""
+        """Hook a model's layers; see `BaseAdmission`."""
         config, first = model.vllm_config.model_config, model.layers[0]
-        self.rule = rule_for(config, self.adapter, self.options)
+        self._follow(rule_for(config, self.adapter, self.options))
         shape, device = (model.step_tokens, first.num_kv_heads), model.device
         # Copies, not views: compiled graphs must not be given parts of one buffer.
         self._logits = [torch.zeros(shape, device=device) for _ in model.layers]
@@ -185,7 +178,7 @@ class DelayedEviction(BaseAdmission):
     def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
     ) -> Decisions:
-        """Return [T, H] decisions on the tokens before; see `Decider`."""
+        """Return [T, H] decisions on the tokens before; see `BaseAdmission`."""
         logits = self._logits[layer][: len(positions)]
         if self.rule.per_layer:
             logits = logits[:, :1].expand_as(logits)
