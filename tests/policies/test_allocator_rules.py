@@ -64,14 +64,6 @@ def test_adakv(kind: str, floor: float) -> None:
                 assert marked(got, (e, layer, head)) == keep[head]
 
 
-def test_adakv_with_the_whole_budget_protected_is_uniform() -> None:
-    score, inputs = case("random")
-    got = AdaKVAllocator(adakv_floor=1.0).choose(score, inputs, None, BUDGET).keep
-    assert (got.sum(-1) == BUDGET).all()
-    shared = AdaKVAllocator(adakv_floor=0.2).choose(score, inputs, None, BUDGET).keep
-    assert (shared.sum(-1) != BUDGET).any()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 7, 20, 500])
 def test_chunk(kind: str, length: int) -> None:

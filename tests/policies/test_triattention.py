@@ -68,26 +68,6 @@ def test_layers_may_rotate_in_other_ways() -> None:
         torch.testing.assert_close(got[:, layer], want)
 
 
-@pytest.mark.parametrize("aggregate", ["max", "mean"])
-def test_groups_are_compared_by_z_scores(aggregate: str) -> None:
-    made, inputs = scorer(aggregate), make_inputs()
-    got = made.score(inputs, None)
-    per_head = made.per_query_head(inputs).double()
-    counted = inputs.valid & (torch.arange(events.TOKENS) >= events.SINKS)
-    for e in range(events.EVENTS):
-        for layer in range(events.LAYERS):
-            for head in range(events.HEADS):
-                used = counted[e, layer, head]
-                rows = per_head[e, layer].unflatten(0, (events.HEADS, -1))[head]
-                mean = rows[:, used].mean(-1, keepdim=True)
-                z = (rows - mean) / rows[:, used].std(-1, correction=0, keepdim=True)
-                want = z.amax(0) if aggregate == "max" else z.mean(0)
-                valid = inputs.valid[e, layer, head]
-                torch.testing.assert_close(
-                    got[e, layer, head][valid], want[valid].float()
-                )
-
-
 def test_equal_scores_and_rows_of_sinks_stay_finite() -> None:
     score = torch.full((2, 6), 3.0)
     counted = torch.tensor([[True] * 6, [False] * 6])

@@ -86,13 +86,9 @@ def test_a_folder_whose_first_heads_decide(tmp_path: Path) -> None:
         assert torch.equal(found, weight[:1].bfloat16().float().expand(2, 8))
 
 
-def test_names_are_those_of_checkpoints_and_stacking_has_an_inverse() -> None:
+def test_names_are_those_of_checkpoints() -> None:
     adapter = make_adapter()
-    stacked = adapter.stacked()
-    assert torch.equal(stacked["projection"][1], adapter.tensors[WEIGHT])
-    again = DmsAdapter.unstacked(stacked)
-    assert again.keys() == adapter.tensors.keys()
-    assert all(torch.equal(again[name], t) for name, t in adapter.tensors.items())
+    assert torch.equal(adapter.stacked()["projection"][1], adapter.tensors[WEIGHT])
     assert sorted(make_adapter(layers=1).shapes) == [
         "model.layers.0.self_attn.dms_proj_alpha.weight",
         "model.layers.0.self_attn.dms_proj_alpha_norm.weight",
@@ -119,27 +115,6 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
     torch.save({"a": Trap()}, shard)
     assert "expected a file of `python -m training dms`" in refused(folder)
     assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"num_layers": 4}, "missing tensors: got ['model.layers.3."),
-        ({"num_layers": 2}, "unexpected tensors: got ['model.layers.2."),
-        ({"num_layers": 10**12}, "num_layers: got 1000000000000, expected 'at most 6"),
-        ({"num_layers": 0}, "num_layers: got 0, expected 'at least 1'"),
-        ({"window": 0}, "window: got 0, expected 'at least 1'"),
-        ({"shift": 2}, "shift: got 2, expected '0 or 1'"),
-        ({"target_cr": 0.5}, "target_cr: got 0.5, expected 'a number of at least 1'"),
-        ({"alpha_scale": 0.0}, "alpha_scale: got 0.0, expected 'a number above 0'"),
-        ({"alpha_offset": NAN}, "alpha_offset: got nan, expected 'a number'"),
-        ({"flavour": "gemma"}, "flavour: got 'gemma', expected 'llama or qwen3'"),
-    ],
-)
-def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
-    path = tmp_path / "file"
-    make_adapter(**change).save(path)
-    assert text in refused(path)
 
 
 @pytest.mark.parametrize(
