@@ -127,45 +127,27 @@ def test_pyramid_plan(layers: int, budget: int, headroom: int, extra: int) -> No
             assert abs(tokens - (highest - layer * step)) < 1
 
 
-def equal_heads(length: int, local: int) -> EventInputs:
-    lengths = [[[length] * 3] * 4] * 2
-    return make_inputs(Needs(), lengths=lengths, local=[local, local], width=length)
-
-
 @pytest.mark.parametrize(
-    ("length", "want"),
+    ("lengths", "local", "want"),
     [
-        (100, [100, 87, 73, 60]),
-        (120, [120, 93, 67, 40]),
-        (150, [120, 93, 67, 40]),
+        ([100] * 4, 6, [100, 87, 73, 60]),
+        ([120] * 4, 6, [120, 93, 67, 40]),
+        ([150] * 4, 6, [120, 93, 67, 40]),
+        # 6 tokens must stay beyond the last layer's plan: 2 less for each other layer.
+        ([150] * 4, 42, [118, 91, 65, 46]),
+        # The first layer holds 21 tokens less than planned: 7 more for each other one.
+        ([99, 140, 140, 140], 6, [99, 100, 74, 47]),
     ],
 )
-def test_pyramid_asks_for_what_is_held(length: int, want: list[int]) -> None:
-    allocator = PyramidAllocator(pyramid_headroom=40)
-    inputs = equal_heads(length, 6)
+def test_pyramid(lengths: list[int], local: int, want: list[int]) -> None:
+    held = [[[length] * 3 for length in lengths]] * 2
+    sizes = {"lengths": held, "local": [local] * 2, "width": max(lengths)}
+    inputs = make_inputs(Needs(), **sizes)
     score = torch.rand(inputs.must_keep.shape)
+    allocator = PyramidAllocator(pyramid_headroom=40)
     keep = allocator.choose(score, inputs, None, 80).keep
     assert (keep.sum(-1) == torch.tensor(want)[:, None]).all()
     for layer, tokens in enumerate(want):
         values, must, others = row(score, inputs, 0, layer, 2)
         chosen = must | set(best(others, values, tokens - len(must)))
         assert marked(keep, (0, layer, 2)) == chosen
-
-
-def test_pyramid_makes_room_for_must_keep_tokens() -> None:
-    inputs = equal_heads(150, 42)
-    score = torch.rand(inputs.must_keep.shape)
-    allocator = PyramidAllocator(pyramid_headroom=40)
-    keep = allocator.choose(score, inputs, None, 80).keep
-    # 6 tokens more than planned for the last layer: 2 less for each of the others.
-    assert (keep.sum(-1) == torch.tensor([118, 91, 65, 46])[:, None]).all()
-
-
-def test_pyramid_spends_what_a_short_layer_cannot() -> None:
-    lengths = [[[length] * 3 for length in (99, 140, 140, 140)]] * 2
-    inputs = make_inputs(Needs(), lengths=lengths, local=[6, 6], width=140)
-    score = torch.rand(inputs.must_keep.shape)
-    allocator = PyramidAllocator(pyramid_headroom=40)
-    keep = allocator.choose(score, inputs, None, 80).keep
-    # 21 tokens less than planned for the first layer: 7 more for each of the others.
-    assert (keep.sum(-1) == torch.tensor([99, 100, 74, 47])[:, None]).all()

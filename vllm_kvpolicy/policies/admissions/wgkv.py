@@ -34,6 +34,13 @@ WINDOW, THRESHOLD = 256, 0.1  # of all released gates
 RELEASED_UNITS = {"llama": 4, "qwen3": 1.5}
 
 
+def sizes_of(model: ModelShape) -> dict[str, int]:
+    """Return the sizes of a model that its gates share, by the fields of `Gates`."""
+    sizes = vars(model).copy()
+    del sizes["num_heads"]
+    return sizes
+
+
 @dataclass(frozen=True)
 class Gates(LayerFile):
     """The gates of a model, and what they were trained for.
@@ -99,25 +106,20 @@ class Gates(LayerFile):
             (heads,),
         )
 
-    def check_model(
-        self,
-        flavour: str,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        rope_theta: float,
-    ) -> None:
-        """Check that the gates were trained for a model of this kind and shape.
+    def check_model(self, flavour: str, rope_theta: float, **sizes: int) -> None:
+        """Check that the gates were trained for a model of this kind; raises as `fits`.
 
-        Raises:
-            ValueError: naming the file, the field, and both values.
+        Args:
+            flavour: type of the model.
+            rope_theta: base of its rotary embedding.
+            **sizes: see `sizes_of`.
         """
-        self.fits(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.fits(**sizes)
         if self.flavour:
             self.fits(flavour=flavour)
         elif flavour in RELEASED_UNITS:
             units = self.shapes[self.full_name(0, "conv2.weight")][1]
-            wanted = int(RELEASED_UNITS[flavour] * head_dim)
+            wanted = int(RELEASED_UNITS[flavour] * self.head_dim)
             expect(self.path, f"hidden units for {flavour}", units, wanted)
         if not math.isnan(self.rope_theta):
             self.fits(rope_theta=rope_theta)
@@ -291,15 +293,10 @@ class WriteGates(BaseAdmission):
         path = options.wgkv_gates
         with model_files.errors_name("wgkv_gates"):
             gates, text = load(path), vllm_config.model_config.hf_text_config
-            shape = ModelShape.of(vllm_config)
             rope = getattr(text, "rope_parameters", None) or {}
-            gates.check_model(
-                text.model_type,
-                shape.num_layers,
-                shape.num_kv_heads,
-                shape.head_dim,
-                float(rope.get("rope_theta", math.nan)),
-            )
+            theta = float(rope.get("rope_theta", math.nan))
+            sizes = sizes_of(ModelShape.of(vllm_config))
+            gates.check_model(text.model_type, theta, **sizes)
             if kept.sink_tokens < gates.sinks:
                 raise ValueError(
                     f"wgkv gates {path}: trained with {gates.sinks} sinks, got "
@@ -323,11 +320,7 @@ class WriteGates(BaseAdmission):
 
     def check_model(self, model: ModelShape) -> None:
         """Check that the gates fit the model; see `OfModel`."""
-        self.file.fits(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-        )
+        self.file.fits(**sizes_of(model))
 
     def take_heads(self, shard: HeadShard) -> None:
         """Take the gates of the rank's KV heads; see `OfModel`."""
