@@ -6,11 +6,9 @@ from typing import get_args
 import pytest
 import torch
 
-from support.epikv_trace import scores_from_hidden
 from support.event_inputs import LENGTHS, make_inputs, one_event
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
-from vllm_kvpolicy.policies.scorers._signals import signals_from_hidden
 from vllm_kvpolicy.policies.scorers.epikv import MIXES, Mix
 from vllm_kvpolicy.policies.words import BaseScorer
 
@@ -98,25 +96,6 @@ def test_prompts_can_be_scored_like_answers(variant: str) -> None:
     assert torch.equal(score(scorer, inputs)[inputs.valid], want[inputs.valid])
     plain = score(build(variant=variant), inputs)
     assert not torch.equal(plain[inputs.valid], want[inputs.valid])
-
-
-@pytest.mark.parametrize("variant", STEP_VARIANTS)
-def test_hidden_states_of_a_whole_trace(variant: str) -> None:
-    """The prompt has no part in what generated tokens score."""
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(32, 90, 8, generator=generator)
-    scorer = build(variant=variant)
-    inputs = events(scorer)
-    inputs = replace(
-        one_event(inputs, 0, 80),
-        lengths=torch.full((1, 2, 2), 80),
-        end=torch.tensor([90]),
-        positions=torch.arange(10, 90).expand(1, 2, 2, 80),
-        signals=signals_from_hidden(scorer.needs.signals, hidden),
-        prompt_lengths=torch.tensor([10]),
-    )
-    want = scores_from_hidden(hidden[:, 9:], MIXES[variant])
-    assert torch.equal(score(scorer, inputs)[0, 1, 1], want)
 
 
 def test_segments_put_their_best_first() -> None:
