@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
 from support import event_inputs as events
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.names import SCORERS
+from vllm_kvpolicy.policies.scorers.rkv import redundancy
 
 
 def test_only_the_newest_queries_count() -> None:
@@ -19,12 +19,18 @@ def test_only_the_newest_queries_count() -> None:
     )
 
 
-@pytest.mark.parametrize("length", [1, 9])
-def test_keys_of_zeros_and_short_requests_have_a_score(length: int) -> None:
+def test_a_request_of_one_token_has_a_score() -> None:
     scorer = SCORERS["rkv"].build({})
-    inputs = events.make_inputs(scorer.needs, lengths=(((length, 1),),), local=(1,))
-    inputs.keys[:, :, :, 1] = 0.0  # like no other key, nor itself
-    assert scorer.score(inputs, None)[inputs.valid].isfinite().all()
+    inputs = events.make_inputs(scorer.needs, lengths=(((1, 1),),), local=(1,))
+    assert not scorer.score(inputs, None)[..., 0].isnan().any()
+
+
+def test_a_key_of_zeros_is_like_no_other_nor_itself() -> None:
+    keys = torch.rand(2, 3, 30, 8, generator=torch.Generator().manual_seed(0))
+    keys[:, :, 7] = 0.0
+    got = redundancy(0.5, keys, torch.ones(2, 3, 30, dtype=torch.bool))
+    torch.testing.assert_close(got.sum(-1), torch.ones(2, 3))
+    assert (got.argmin(-1) == 7).all()
 
 
 def test_options_reach_the_scorer() -> None:

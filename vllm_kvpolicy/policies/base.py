@@ -84,13 +84,11 @@ class EventInputs:
         end: [E] int64, tokens computed before the event: the newest held token has
             position `end - 1`.
         scale: softmax scale of the model's attention.
-        sink_logits: [L, Hq] float32, of learned sinks, which take part in every
-            softmax of the model; None where it has none.
         keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, plain or on pages, or
             None unless `Needs` asks for them, like all fields below whose type allows
-            None. Values on padding are
-            unspecified. Of an FP8 cache they are what attention reads, rounded when
-            they were stored, unlike `queries`. Read through `given` or `paged`.
+            None. Values on padding are unspecified. Of an FP8 cache they are what
+            attention reads, rounded when they were stored, unlike `queries`. Read
+            through `given` or `paged`.
         values: [E, L, H, T, D] model dtype, cached values; likewise.
         queries: [E, L, Hq, W, D] model dtype, the newest W post-RoPE queries, each at
             its own position, newest last.
@@ -110,6 +108,8 @@ class EventInputs:
         candidates: [E, L, H, T] bool, tokens that an eviction may choose, must-keep
             tokens among them; None for all. Fewer than the budget may be left of a row.
         ranks: for what depends on heads that other ranks have.
+        sink_logits: [L, Hq] float32, of learned sinks, which take part in every
+            softmax of the model; None where it has none.
     """
 
     lengths: torch.Tensor
@@ -137,22 +137,14 @@ class EventInputs:
         return token < self.lengths[..., None]
 
     def given(self, name: str) -> Any:
-        """Return an optional field, keys and values as one tensor.
-
-        Raises:
-            ValueError: it was not given.
-        """
+        """Return a field, keys and values as one tensor; ValueError if not given."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"{name}: got None, but this policy needs it")
         return value.dense if isinstance(value, PagedTokens) else value
 
     def paged(self, name: str) -> PagedTokens:
-        """Return keys or values on their pages, without a copy.
-
-        Raises:
-            ValueError: they were not given.
-        """
+        """Return keys or values on pages, without a copy; raises as `given`."""
         value = getattr(self, name)
         if isinstance(value, PagedTokens):
             return value
@@ -204,11 +196,7 @@ class Decision:
 
 
 class OfModel:
-    """What serves one model: a policy, or a part of one.
-
-    Attributes:
-        consists_of: its own parts.
-    """
+    """What serves one model: a policy, or a part of one, which has parts of its own."""
 
     consists_of: tuple["OfModel", ...] = ()
 
@@ -232,7 +220,7 @@ class Policy(OfModel, ABC):
 
     Attributes:
         needs: what `decide` reads.
-        dynamic: the choice may be smaller than the budget.
+        dynamic: it may choose less than the budget.
     """
 
     needs = Needs()
@@ -270,9 +258,9 @@ class LoadedModel:
     Args:
         module: vLLM's model.
         layers: its attention layers in model order.
-        vllm_config: the engine's configuration.
-        device: where its weights are.
-        rope: the model's rotary embedding, None unless a policy asks for it.
+        vllm_config: VllmConfig.
+        device: of the weights.
+        rope: None unless a policy asks for it.
     """
 
     module: nn.Module

@@ -21,19 +21,13 @@ DESCRIPTION = "the model's query statistics, from `python -m training {}` in a c
 
 @dataclass(frozen=True)
 class Calibration(ModelFile):
-    """Statistics of a model's queries.
+    """Statistics of a model's queries; sizes are those of `ModelShape`.
 
     Args:
         kind: "triattention" or "qfilter".
         model: name of the model, as it was given.
-        num_layers: L, attention layers.
-        num_heads: Hq, query heads per layer.
-        num_kv_heads: H, KV heads per layer.
-        head_dim: D, channels per head.
         rope_theta: base of the rotary embedding.
         num_tokens: tokens that the statistics were made from.
-        tensors: float32 by name, see `shapes`.
-        path: where it was read from, for errors.
     """
 
     NAME = "calibration"
@@ -65,11 +59,7 @@ class Calibration(ModelFile):
 
 
 def load(path: str | Path, kind: str) -> Calibration:
-    """Read a calibration file.
-
-    Args:
-        path: the file.
-        kind: what it has to hold.
+    """Read a calibration file of a kind.
 
     Raises:
         ValueError: naming the file, the key, and what was found and expected there.
@@ -83,11 +73,7 @@ def load(path: str | Path, kind: str) -> Calibration:
 
 
 class CalibratedScorer(BaseScorer):
-    """A scorer that reads the file which an option names, KIND_calibration.
-
-    Attributes:
-        kind: what the file has to hold.
-    """
+    """A scorer that reads a calibration of `kind` from its option KIND_calibration."""
 
     fitted = True
     kind: ClassVar[str]

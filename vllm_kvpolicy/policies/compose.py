@@ -32,12 +32,7 @@ class KeepAll(Policy, Word):
 
 
 class ComposedPolicy(Policy):
-    """Measures the window's attention once, then scores, then allocates.
-
-    Args:
-        scorer: says how important each token is.
-        allocator: says how the budget is spent.
-    """
+    """Measures the window's attention once, then scores, then allocates."""
 
     def __init__(self, scorer: BaseScorer, allocator: BaseAllocator) -> None:
         self.scorer = scorer
@@ -50,12 +45,9 @@ class ComposedPolicy(Policy):
         self.dynamic = allocator.dynamic
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
-        """Choose `budget` tokens per row.
+        """Choose `budget` tokens per row, must-keep tokens included.
 
-        Args:
-            inputs: the events; every request holds at least `budget` tokens per head
-                on average, unless the policy is dynamic.
-            budget: K, tokens per KV head, must-keep tokens included.
+        Every request holds that many per head on average, unless this is dynamic.
 
         Raises:
             ValueError: keys or queries missing that the policy declared, or a budget
@@ -81,11 +73,7 @@ class ComposedPolicy(Policy):
 def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
     """Measure the attention of the newest `needs.window_tokens` queries.
 
-    Returns:
-        None if `needs` asks for no usage.
-
-    Raises:
-        ValueError: keys or queries missing.
+    Returns None if `needs` asks for no usage; raises as `EventInputs.given`.
     """
     if not needs.usage:
         return None
@@ -110,10 +98,6 @@ class AdmittedPolicy(Policy):
     K.1 is `trim-snapmax`. Deviations: tokens leave the window at events, not one by
     one; heads are filled up to whole pages with refused tokens, best first, which the
     next event may drop.
-
-    Args:
-        admission: the gates.
-        eviction: chooses within the budget; None for no budget.
     """
 
     dynamic = True

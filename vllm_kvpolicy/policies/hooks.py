@@ -14,12 +14,7 @@ _LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")
 
 
 def custom_op(name: str, mutated: list[str]) -> Callable[[Callable], Callable]:
-    """Make a function that writes to some of its arguments the op `name` as well.
-
-    Args:
-        name: below `torch.ops.vllm_kvpolicy`.
-        mutated: the arguments that it writes to.
-    """
+    """Make a function that writes to arguments, `mutated`, an op of `vllm_kvpolicy`."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         direct_register_custom_op(
@@ -35,14 +30,11 @@ def custom_op(name: str, mutated: list[str]) -> Callable[[Callable], Callable]:
 
 
 class Buffers(nn.Module):
-    """Holds the tensors of a hook.
+    """Holds the tensors of a hook, by name.
 
     A submodule of the module that is hooked: compiled code that vLLM saves and loads
     again finds a module's buffers by their names, but loses tensors that a hook closes
     over.
-
-    Args:
-        **tensors: buffers by name.
     """
 
     def __init__(self, **tensors: torch.Tensor) -> None:
@@ -52,12 +44,7 @@ class Buffers(nn.Module):
 
 
 class HeadLogits(Buffers):
-    """Holds the logits of a layer's new tokens, and what they are computed with.
-
-    Args:
-        logits: [step_tokens, H] float32.
-        **tensors: further buffers, by name.
-    """
+    """Holds `logits` [step_tokens, H] float32 of a layer, and what they come from."""
 
     def forward(self, values: torch.Tensor) -> None:
         """Write [T, H] values."""
@@ -93,10 +80,6 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 def attention_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the module around each attention layer: projections, norms, rotation.
-
-    Args:
-        model: the loaded model.
-        layers: vLLM's attention layers in model order.
 
     Raises:
         ValueError: one of them is not an `attn` of a module.

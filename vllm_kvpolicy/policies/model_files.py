@@ -20,7 +20,7 @@ class ModelFile:
     Attributes:
         NAME: what errors call the file.
         FORMAT: first field of the header.
-        tensors: float32 by name.
+        tensors: float32 by name, see `shapes`.
         path: where it was read from, for errors.
     """
 
@@ -39,12 +39,7 @@ class ModelFile:
     def from_file(cls, path: str | Path, valid: str) -> Self:
         """Read a file that `save` wrote; does not check its tensors.
 
-        Args:
-            path: the file; nothing in it can run.
-            valid: the kinds of files that are valid, for errors.
-
-        Raises:
-            ValueError: naming the file, the field, and what was found and expected.
+        Takes and raises what `read` does; errors name the field, too.
         """
         header, tensors = read(cls.NAME, path, valid)
         expect(cls.NAME, path, "format", header.get("format"), cls.FORMAT)
@@ -67,11 +62,7 @@ class ModelFile:
         Path(path).write_bytes(content)
 
     def fits(self, **expected: Any) -> None:
-        """Check that fields have the values of a model.
-
-        Raises:
-            ValueError: naming the file, the field, and both values.
-        """
+        """Raise ValueError unless fields have the values of a model, naming both."""
         for name, value in expected.items():
             expect(self.NAME, self.path, name, getattr(self, name), value)
 
@@ -196,8 +187,7 @@ def check_tensors(
 ) -> None:
     """Check that all tensors are there, no others, of their shapes, float32, finite.
 
-    Raises:
-        ValueError: naming the file, the tensor, and what was found and expected.
+    Raises ValueError with the file, the tensor, and what was found and expected.
     """
     expect(kind, path, "missing tensors", sorted(shapes.keys() - tensors.keys()), [])
     expect(kind, path, "unexpected tensors", sorted(tensors.keys() - shapes.keys()), [])

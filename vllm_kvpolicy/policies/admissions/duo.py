@@ -45,20 +45,12 @@ class Pattern:
     path: str | Path
 
     def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
-        """Check that the pattern fits a model of this shape.
-
-        Raises:
-            ValueError: naming the folder and both shapes.
-        """
+        """Raise ValueError unless the pattern fits a model of this shape."""
         shape = [num_layers, num_kv_heads]
         expect(self.path, "layers and KV heads", list(self.use.shape), shape)
 
     def retrieving(self, sparsity: float) -> torch.Tensor:
-        """Return [L, H] bool: all heads but the share `sparsity` that profits least.
-
-        Args:
-            sparsity: from 0 to 1; rounded to whole heads.
-        """
+        """Return [L, H] bool: all heads but this share of them that profits least."""
         order = self.use.flatten().argsort(stable=True)
         keeps = torch.ones_like(order, dtype=torch.bool)
         keeps[order[: round(sparsity * len(order))]] = False  # sync-ok: on the CPU
@@ -86,13 +78,9 @@ def load(path: str | Path) -> Pattern:
     for name, size in sizes.items():
         if type(size) is not int or size < 0:
             expect(path, f"{name}_size", size, "an integer >= 0")
-    if not rows or len({len(row) for row in rows}) != 1:
-        expect(
-            path,
-            "numbers per layer",
-            [len(row) for row in rows],
-            "the same number in each layer",
-        )
+    counts = [len(row) for row in rows]
+    if len(set(counts)) != 1:
+        expect(path, "numbers per layer", counts, "the same number in each layer")
     use = torch.tensor(rows, dtype=torch.float64)
     if not bool(((use >= 0) & (use <= 1)).all()):
         ends = [use.min().item(), use.max().item()]  # sync-ok: reads a file
@@ -101,12 +89,7 @@ def load(path: str | Path) -> Pattern:
 
 
 class RetrievalHeads(BaseAdmission):
-    """Admits every token to the heads that profit most, and none to the others.
-
-    Args:
-        pattern: how much each head profits from a full cache.
-        sparsity: share of the heads, those that profit least, that get no token.
-    """
+    """Admits every token to the heads that profit most, and none to the others."""
 
     summary = (
         "retrieval heads keep everything, other heads only sinks and the recent "

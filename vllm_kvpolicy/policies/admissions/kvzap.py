@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -79,20 +80,15 @@ class Surrogate:
         sizes = (self.hidden_size, *units, self.num_kv_heads)
         shapes: dict[str, tuple[int, ...]] = {}
         for layer in range(self.num_layers):
-            for name, before, after in zip(
-                self._names, sizes[:-1], sizes[1:], strict=True
-            ):
+            for name, (before, after) in zip(self._names, pairwise(sizes), strict=True):
                 shapes[f"layers.{layer}{name}.weight"] = (after, before)
                 shapes[f"layers.{layer}{name}.bias"] = (after,)
         return shapes
 
     def linears(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return weight and bias of a layer's linear layers, first to last."""
-        names = [f"layers.{layer}{name}" for name in self._names]
-        return [
-            (self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
-            for name in names
-        ]
+        names, tensors = [f"layers.{layer}{name}" for name in self._names], self.tensors
+        return [(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in names]
 
     def of_heads(self, shard: HeadShard) -> "Surrogate":
         """Return the surrogate that scores for a rank's KV heads alone."""
@@ -112,6 +108,7 @@ class Surrogate:
         """Check that the surrogate was trained for a model of this shape.
 
         Args:
+            model: its sizes.
             hidden_size: channels of its hidden states; None to leave them out.
 
         Raises:
@@ -293,16 +290,13 @@ def attach_surrogate(
     scores: torch.Tensor,
     linears: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> HeadLogits:
-    """Score what an attention module is given.
+    """Score what an attention module is given; returns what holds the scores.
 
     Args:
         attention: vLLM's attention module of a decoder layer, called with hidden
             states [T, d] behind the input norm.
         scores: [step_tokens, H] float32, written.
         linears: see `surrogate_scores`.
-
-    Returns:
-        What holds the scores.
 
     Raises:
         ValueError: its forward method takes no hidden states.

@@ -49,20 +49,20 @@ class Gates(LayerFile):
     https://huggingface.co/WG-KV/checkpoints have them.
 
     Args:
-        model: name of the model, as it was given; "" where a file does not say.
-        flavour: one of `FLAVOURS`, or "" where a file does not say.
+        model: name of the model, as it was given; like `flavour` "" where a file does
+            not say, as released ones do not.
+        flavour: one of `FLAVOURS`.
         num_layers: L.
         num_kv_heads: H, KV heads per layer.
         head_dim: D, channels per head.
-        rope_theta: base of the rotary embedding; NaN where a file does not say.
+        rope_theta: base of the rotary embedding; like the other floating point numbers
+            but `threshold` NaN where a file does not say.
         window: tokens that are always seen, the querying one included.
         threshold: tokens with a gate above this are kept (the paper's tau).
         sinks: first tokens that are kept in any case.
-        sparsity_weight: the paper's lambda; NaN where a file does not say.
+        sparsity_weight: the paper's lambda.
         kept_fraction: kept share of the tokens that were looked at after training, of
-            all layers and heads; NaN where a file does not say.
-        tensors: float32 by name, see `shapes`.
-        path: where it was read from, for errors.
+            all layers and heads.
     """
 
     NAME = "wgkv gates"
@@ -179,7 +179,7 @@ def load(path: str | Path) -> Gates:
 
 
 def _load_ours(path: str | Path) -> Gates:
-    """Read a file that `save` wrote; does not check its tensors."""
+    """Read a file that `save` wrote; its tensors are not checked."""
     valid = "a safetensors file, or a .pt file released by the authors"
     gates = Gates.from_file(path, valid)
     gates.require("flavour", gates.flavour in FLAVOURS, " or ".join(FLAVOURS))

@@ -47,7 +47,7 @@ class DmsAdapter(LayerFile):
         model: name of the model, as it was given; "" where a file does not say.
         flavour: type of the model, one of `FLAVOURS`.
         num_layers: L.
-        num_kv_heads: H, KV heads per layer.
+        num_kv_heads: H.
         hidden_size: d, channels of the residual stream.
         window: W; query i sees key j where i - j <= W, W + 1 keys with itself.
         alpha_scale: factor on the projection's output.
@@ -56,8 +56,6 @@ class DmsAdapter(LayerFile):
         target_cr: tokens per token kept that it was trained for.
         kept_fraction: kept share of the tokens that were evaluated after training, of
             all layers and heads; NaN where a file does not say.
-        tensors: float32 by name, see `shapes`.
-        path: where it was read from, for errors.
     """
 
     NAME = "dms adapter"
@@ -251,12 +249,7 @@ def rule_of_config(config: Any) -> DmsRule | None:
 
 
 def model_folder(model_config: Any) -> Path:
-    """Return the folder of a model whose weights are on this machine.
-
-    Args:
-        model_config: vLLM's ModelConfig; its model is a folder, or a name on the hub
-            that has been downloaded.
-    """
+    """Return the folder of a model: itself, or what was downloaded from the hub."""
     if Path(model_config.model).is_dir():
         return Path(model_config.model)
     name, revision = model_config.model, model_config.revision
@@ -285,7 +278,7 @@ def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
         revision: of a name on the hub.
 
     Raises:
-        ValueError: the file is not one that can be read.
+        ValueError: the file cannot be read.
     """
     path = _metadata_file(model, revision)
     if path is None:
@@ -309,11 +302,7 @@ def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
 def rule_of_model(model_config: Any) -> DmsRule | None:
     """Return the rule that a model itself names, None where it has none.
 
-    Args:
-        model_config: vLLM's ModelConfig.
-
-    Raises:
-        ValueError: a broken `dms_metadata.json`.
+    Raises ValueError for a broken `dms_metadata.json`.
     """
     found = rule_of_config(model_config.hf_text_config)
     return found or rule_of_metadata(model_config.model, model_config.revision)
@@ -361,11 +350,7 @@ def rule_for(
 def refuse_plain(model_config: Any) -> None:
     """Refuse, without DMS, a model that borrows a channel of its queries.
 
-    Args:
-        model_config: vLLM's ModelConfig.
-
-    Raises:
-        ValueError: saying what to add.
+    Raises ValueError, saying what to add.
     """
     rule = rule_of_model(model_config)
     if rule is None or not rule.is_borrowed:
@@ -386,14 +371,8 @@ def refuse_plain(model_config: Any) -> None:
 def missing_architecture(config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a model with `dms_*` keys, which leaves it out.
 
-    Args:
-        config: what config.json says.
-
-    Returns:
-        None where the model has no such keys.
-
-    Raises:
-        ValueError: it has, but its type is not supported.
+    Returns None where config.json has no such keys; raises ValueError where it has, but
+    the model's type is not supported.
     """
     rule = rule_of_config(SimpleNamespace(**config))
     if rule is None:

@@ -44,12 +44,7 @@ from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
 
 
 class DelayedEviction(BaseAdmission):
-    """Reads the decisions of a model that was trained with DMS.
-
-    Args:
-        adapter: decides before each layer; None for what the model itself has.
-        options: resolved options of the policy.
-    """
+    """Reads the decisions of a model that was trained with DMS, or of an adapter."""
 
     summary = (
         "the model is trained to mark which tokens are dropped after the recent window"
