@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from support import event_inputs as events
@@ -25,12 +26,16 @@ def test_a_request_of_one_token_has_a_score() -> None:
     assert not scorer.score(inputs, None)[..., 0].isnan().any()
 
 
-def test_a_key_of_zeros_is_like_no_other_nor_itself() -> None:
-    keys = torch.rand(2, 3, 30, 8, generator=torch.Generator().manual_seed(0))
-    keys[:, :, 7] = 0.0
-    got = redundancy(0.5, keys, torch.ones(2, 3, 30, dtype=torch.bool))
-    torch.testing.assert_close(got.sum(-1), torch.ones(2, 3))
-    assert (got.argmin(-1) == 7).all()
+@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.9])
+def test_redundancy_equals_its_definition(threshold: float) -> None:
+    keys = torch.randn(2, 3, 30, 8, generator=torch.Generator().manual_seed(0))
+    keys[:, :, 7] = 0.0  # like no other key, nor itself
+    unit = torch.nn.functional.normalize(keys, dim=-1)
+    cosine = unit @ unit.mT * (1 - torch.eye(30))
+    last = torch.where(cosine > threshold, torch.arange(30), 0).amax(-1, keepdim=True)
+    want = cosine.scatter(-1, last, 0.0).mean(-2).softmax(-1)
+    got = redundancy(threshold, keys, torch.ones(2, 3, 30, dtype=torch.bool))
+    torch.testing.assert_close(got, want)
 
 
 def test_options_reach_the_scorer() -> None:
