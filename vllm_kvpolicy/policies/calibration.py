@@ -83,7 +83,7 @@ class CalibratedScorer(BaseScorer):
     def from_options(cls, **options: Any) -> Self:
         """Build the scorer from its calibration file; see `Word`."""
         calibration = load(options.pop(f"{cls.kind}_calibration"), cls.kind)
-        return cls(calibration, **options)
+        return cls(calibration, **options)  # type: ignore[call-arg]
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:

@@ -18,11 +18,7 @@ Block = TypeVar("Block")
 
 
 class MovementPolicy(KeepAll):
-    """Keeps every token and shuffles the survivors of each head.
-
-    Args:
-        ragged: also shuffle pages among all layers and heads.
-    """
+    """Keeps every token and shuffles the survivors of each head."""
 
     source = "test policy, this project"
 

@@ -75,11 +75,7 @@ class Word(OfModel):
 
     @classmethod
     def from_options(cls, **options: Any) -> Any:
-        """Build it from the values of its options; files are read here.
-
-        Raises:
-            ValueError: a file is missing, broken, or holds something else.
-        """
+        """Build it from its options; ValueError if a file cannot be read or used."""
         return cls(**options)
 
     @classmethod
@@ -97,13 +93,9 @@ class Word(OfModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> BaseOptions:
-        """Return its own options.
+        """Return its own options from those of a whole policy.
 
-        Args:
-            values: of a whole policy; a key that is missing takes its default.
-
-        Raises:
-            ValueError: a value outside its range.
+        A missing key takes its default; a value outside its range raises ValueError.
         """
         fields = cls.Options.model_fields
         return cls.Options(**{key: values[key] for key in fields if key in values})
@@ -120,11 +112,7 @@ class Word(OfModel):
 
     @classmethod
     def window_tokens(cls, values: Mapping[str, Any]) -> int:
-        """Return how many queries it reads.
-
-        Args:
-            values: options of a whole policy; a missing one takes its default.
-        """
+        """Return how many queries it reads; takes what `read` does."""
         if isinstance(cls.query_window, int):
             return cls.query_window
         default = cls.Options.model_fields[cls.query_window].default
@@ -132,10 +120,7 @@ class Word(OfModel):
 
 
 class BaseScorer(Word, ABC):
-    """Says how important each token is; knows nothing about budgets.
-
-    Subclasses set `needs` and define `score`.
-    """
+    """Says how important each token is; knows nothing about budgets."""
 
     needs = Needs()
 
@@ -153,19 +138,12 @@ class BaseScorer(Word, ABC):
         """
 
     def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return what `needs.memory` names, [E, L, H, T] float32 each.
-
-        Args:
-            score: as `score` just returned it.
-        """
+        """Return what `needs.memory` names, [E, L, H, T] float32, of the last score."""
         return {}
 
 
 class BaseAllocator(Word, ABC):
-    """Shares the budget among layers, heads and regions, given scores.
-
-    Subclasses set `needs` and define `choose`.
-    """
+    """Shares the budget among layers, heads and regions, given scores."""
 
     needs = Needs()
 
@@ -234,10 +212,10 @@ class BaseAdmission(Word):
     def decisions(
         self, layer: int, key: torch.Tensor, positions: torch.Tensor
     ) -> Decisions:
-        """Decide on the new tokens of a layer, by its index in model order.
+        """Decide on the new tokens of a layer.
 
         Args:
-            layer: the index.
+            layer: its index in model order.
             key: [T, H, D] model dtype, post-RoPE.
             positions: [T] int64.
 

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 

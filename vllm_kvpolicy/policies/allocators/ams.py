@@ -149,7 +149,7 @@ PRESETS = {name: AMSConfig(**values) for name, values in OPTION_PRESETS.items()}
 
 @dataclass(frozen=True)
 class AMSChoice:
-    """Result of `choose`.
+    """Result of `choose`; of `keep` `budget` True per row.
 
     Args:
         keep: [R, T] bool.
@@ -187,9 +187,6 @@ def choose(
         config: parameters; `sinks` and `recent` are not read here.
         credit: [R, T] or None.
         candidates: [R, T] bool, what may be chosen, must-keep tokens included.
-
-    Returns:
-        A mask with `budget` True per row, segments, quotas and the new credit.
     """
     valid = torch.arange(usage.shape[-1], device=usage.device) < lengths[:, None]
     if config.parity:
@@ -230,14 +227,7 @@ def mass_as_code(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do as `credited_mass_ref` by the rules of the code: all of it in float64 sums.
 
-    Args:
-        usage: [R, T] floating point.
-        valid: [R, T] bool, False on padding.
-        credit: [R, T] c_old, or None at a first event.
-        config: parameters.
-
-    Returns:
-        mass [R, T] float64, adding up to 1, and c [R, T] float64; both zero on padding.
+    Returns mass and credit, both [R, T] float64; `valid` [R, T] is False on padding.
     """
     mass = _normalise_as_code(usage, valid)
     if credit is None:
@@ -262,9 +252,9 @@ class AMSSelection:
     Args:
         keep: [R, K] int64, token indices, ascending; -1 on the right of rows that hold
             fewer than K tokens.
-        segments: [R, S, 2] int64, half-open (start, end), unused ones (length, length).
-        quotas: [R, S] int64; add up to K in parity mode, else to K minus must-keep.
-        credit: [R, K], credit of the kept tokens, float64 in parity mode, else float32.
+        segments: see `AMSChoice`.
+        quotas: likewise.
+        credit: [R, K], of the kept tokens.
     """
 
     keep: torch.Tensor
@@ -301,9 +291,6 @@ def select(
         credit: [R, <= T], what the last call returned; newer tokens start at zero.
             None at a first event.
         lengths: [R] int64, tokens per row where rows are right-padded, else T.
-
-    Returns:
-        Kept indices, segments, quotas and the credit of the kept tokens.
 
     Raises:
         ValueError: shapes that do not fit, or a budget outside 1..T.
@@ -361,11 +348,7 @@ def _check_rows(
 
 
 class AMSAllocator(BaseAllocator):
-    """AMS over any scorer: mass comes from the window, choice from the score.
-
-    Args:
-        **options: those of `AMSOptions`.
-    """
+    """AMS over any scorer: mass comes from the window, choice from the score."""
 
     summary = "segments of equal attention mass, each with its own quota"
     source = "AMS, arXiv 2605.23200"
@@ -376,11 +359,9 @@ class AMSAllocator(BaseAllocator):
 
     def __init__(self, **options: Any) -> None:
         self.config = AMSConfig(**options)
+        window = self.config.window
         self.needs = Needs(
-            window_tokens=self.config.window,
-            usage=True,
-            keys=True,
-            memory=(CREDIT,),
+            window_tokens=window, usage=True, keys=True, memory=(CREDIT,)
         )
 
     def choose(

@@ -44,8 +44,7 @@ SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
 class HardAllocator(BaseAllocator):
     """Sizes each head by how many keys hold most of its attention.
 
-    Args:
-        **options: those of `Options`; `window` is W and `hard_p` is p.
+    Of the options, `window` is W and `hard_p` is p.
     """
 
     summary = "each head's size follows how many keys hold most of its attention"

@@ -34,11 +34,7 @@ class TokenSignal:
     last: int | Fraction | None = None
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers to measure in a model of `num_layers`.
-
-        Raises:
-            ValueError: the model has no such layers.
-        """
+        """Return the layers to measure in a model; ValueError where it has no such."""
         last = num_layers - 1 if self.last is None else self.last
         first, last = (
             int(end * num_layers) if isinstance(end, Fraction) else end
@@ -71,14 +67,11 @@ def signals_from_hidden(
     """Measure signals on the hidden states of one trace.
 
     Args:
-        signals: signals of the kind "hidden".
+        signals: of the kind "hidden"; others raise ValueError, as absent layers do.
         hidden: [N, T, d] floating point, outputs of all N decoder layers.
 
     Returns:
         By signal, [1, T] float32; zero at the first token.
-
-    Raises:
-        ValueError: a signal of another kind, or of layers that are not there.
     """
     measured = {}
     for signal in signals:

@@ -46,13 +46,7 @@ LAG_EPS = 1e-9  # added to the range of a chunk
 
 @dataclass(frozen=True)
 class Mix:
-    """The score of a token: a weighted sum of rolling statistics of its signals.
-
-    Args:
-        signals: what is measured at each token.
-        weights: one per signal.
-        statistic: `rolling_mean` or `rolling_zscore`.
-    """
+    """The score of a token: a weighted sum of rolling statistics of its signals."""
 
     signals: tuple[TokenSignal, ...]
     weights: tuple[float, ...]
@@ -64,15 +58,9 @@ class Mix:
         first: torch.Tensor,
         window: int,
     ) -> torch.Tensor:
-        """Score every token of a trace.
+        """Score every token of a trace, [E, P] float32, from signals of that shape.
 
-        Args:
-            measured: by signal, [E, P] float32.
-            first: [E] int64, the first token that counts.
-            window: tokens in the statistics.
-
-        Returns:
-            [E, P] float32; zero before `first`.
+        Takes what `rolling_mean` does; zero before `first`.
         """
         terms = [
             weight * self.statistic(measured[signal], first, window)
@@ -124,8 +112,7 @@ class MixScorer(BaseScorer):
             "token's score; -1 picks it by depth",
         )
         a_last: Layer = Field(
-            -1,
-            description="last layer of band a; -1 picks it by depth",
+            -1, description="last layer of band a; -1 picks it by depth"
         )
         b_first: Layer = Field(
             -1,
@@ -133,8 +120,7 @@ class MixScorer(BaseScorer):
             "token's score; -1 picks it by depth",
         )
         b_last: Layer = Field(
-            -1,
-            description="last layer of band b; -1 picks it by depth",
+            -1, description="last layer of band b; -1 picks it by depth"
         )
         a_weight: float = Field(
             0.0,
@@ -196,13 +182,9 @@ class MixScorer(BaseScorer):
 
 
 class SegmentScorer(MixScorer):
-    """Puts the best tokens of each segment before all others.
+    """Puts the best tokens of each segment, `segment` tokens long, before all others.
 
-    Args:
-        mix: ranks tokens within segments, and those that are not among the best.
-        stat_window: tokens in the rolling statistics.
-        segment: tokens per segment, counted from the first one held.
-        scores_prompt: see MixScorer.
+    Segments are counted from the first token held, and ranked within by the mix.
     """
 
     variance = TokenSignal("key")
@@ -236,8 +218,7 @@ class SegmentScorer(MixScorer):
 class LagScorer(BaseScorer):
     """Scores a token by the spread of its key and value, seen from the chunk before.
 
-    Args:
-        chunk: tokens per chunk, counted from the first one held.
+    Chunks of so many tokens are counted from the first one held.
     """
 
     needs = Needs(keys=True, values=True)
@@ -253,22 +234,17 @@ class LagScorer(BaseScorer):
         return spread[:, None, None].expand(valid.shape)
 
 
-def _mix(variant: str, bands: Mapping[str, Any]) -> Mix:
-    """Return a mix with the layers and the weight that the options name.
-
-    Args:
-        variant: a key of `MIXES`.
-        bands: `a_first`, `a_last`, `b_first`, `b_last` and `a_weight`.
-    """
+def _mix(variant: str, options: Mapping[str, Any]) -> Mix:
+    """Return a mix of `MIXES` with the layers and the weight that the options name."""
     mix = MIXES[variant]
     if len(mix.signals) < 2:
         return mix
     signals = []
     for band, signal in zip("ab", mix.signals, strict=True):
-        ends = {end: bands[f"{band}_{end}"] for end in ("first", "last")}
+        ends = {end: options[f"{band}_{end}"] for end in ("first", "last")}
         chosen = {end: layer for end, layer in ends.items() if layer >= 0}
         signals.append(replace(signal, **chosen))
-    weight = bands["a_weight"] or mix.weights[0]
+    weight = options["a_weight"] or mix.weights[0]
     return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
 
 

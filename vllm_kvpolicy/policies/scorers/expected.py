@@ -35,9 +35,8 @@ from vllm_kvpolicy.policies.words import BaseScorer
 class ExpectedAttentionScorer(BaseScorer):
     """Scores a token by the attention that queries like the newest will pay to it.
 
-    Args:
-        **options: those of `Options`; `expected_window` is W, `n_future` N, `epsilon`
-            eps, and `covariance` adds the half variance to z.
+    Of the options, `expected_window` is W, `n_future` N, `epsilon` eps, and
+    `covariance` adds the half variance to z.
     """
 
     summary = "attention expected from future queries, times the value's norm"
@@ -119,7 +118,6 @@ def turn_ahead(
         rope: the model's rotary embedding; its scaling is in the queries already.
         num_queries: W, queries of the window; they are consecutive, the newest is last.
         num_future: N, positions averaged over.
-        device: of the result.
 
     Returns:
         [K, W, D] float32 each, by which each channel and the other one of its pair are

@@ -21,11 +21,7 @@ from vllm_kvpolicy.policies.ranks import HeadShard
 
 
 class QFilterScorer(CalibratedScorer):
-    """Scores a token by how far its key reaches in the direction of typical queries.
-
-    Args:
-        calibration: of kind "qfilter".
-    """
+    """Scores a token by how far its key reaches in the direction of typical queries."""
 
     summary = "keys that point in the direction of typical queries"
     source = "Q-Filters, arXiv 2503.02812"

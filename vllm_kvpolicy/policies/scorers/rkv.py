@@ -45,17 +45,14 @@ class RKVScorer(BaseScorer):
 
     class Options(BaseOptions):
         rkv_window: Queries = Field(
-            8,
-            description="number of newest queries that score the older tokens",
+            8, description="number of newest queries that score the older tokens"
         )
         rkv_kernel: Width = Field(7, description="width of the max pooling over tokens")
         rkv_lambda: Share = Field(
-            0.07,
-            description="weight of attention; redundancy gets the rest",
+            0.07, description="weight of attention; redundancy gets the rest"
         )
         rkv_threshold: Share = Field(
-            0.5,
-            description="cosine similarity above which two keys are similar",
+            0.5, description="cosine similarity above which two keys are similar"
         )
 
     def __init__(self, **options: Any) -> None:

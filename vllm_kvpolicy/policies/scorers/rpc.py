@@ -43,8 +43,7 @@ class RPCScorer(BaseScorer):
 
     class Options(BaseOptions):
         rpc_window: Queries = Field(
-            32,
-            description="number of newest queries that score the older tokens",
+            32, description="number of newest queries that score the older tokens"
         )
         rpc_kernel: Width = Field(
             7, description="width of the average pooling over tokens"

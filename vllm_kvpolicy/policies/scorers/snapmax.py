@@ -39,8 +39,7 @@ class SnapMaxScorer(BaseScorer):
 
     class Options(BaseOptions):
         snapmax_window: Queries = Field(
-            256,
-            description="number of newest queries that score the older tokens",
+            256, description="number of newest queries that score the older tokens"
         )
         snapmax_kernel: Width = Field(
             5, description="width of the max pooling over tokens"

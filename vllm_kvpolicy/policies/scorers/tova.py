@@ -18,15 +18,7 @@ from vllm_kvpolicy.policies.words import BaseScorer
 
 
 def cross_head_mean(per_query_head: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Average over all query heads of a layer.
-
-    Args:
-        per_query_head: [E, L, Hq, T] float32, those of this rank.
-        ranks: with the others.
-
-    Returns:
-        [E, L, 1, T] float32.
-    """
+    """Average all query heads of a layer, this rank's [E, L, Hq, T] to [E, L, 1, T]."""
     return ranks.mean(per_query_head.mean(2, keepdim=True))
 
 

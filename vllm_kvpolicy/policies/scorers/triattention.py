@@ -37,12 +37,7 @@ MIN_DEVIATION = 1e-6
 
 
 class TriAttentionScorer(CalibratedScorer):
-    """Scores a token by the attention expected from future queries.
-
-    Args:
-        calibration: of kind "triattention".
-        tri_aggregate: "max" or "mean" of the query heads of a group.
-    """
+    """Scores a token by the attention expected from future queries."""
 
     summary = "attention expected from the mean query at future positions"
     source = "TriAttention, arXiv 2604.04921"
