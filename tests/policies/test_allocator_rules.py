@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.brute_ams import best, deal
 from support.event_inputs import (
@@ -26,13 +27,13 @@ BUDGET = 70
 KINDS = ("random", "ties", "special")
 
 
-def case(kind: str) -> tuple[torch.Tensor, EventInputs]:
+def case(kind: str) -> tuple[Tensor, EventInputs]:
     inputs = make_inputs(Needs())
     return make_score(kind, inputs.must_keep.shape), inputs
 
 
 def row(
-    score: torch.Tensor, inputs: EventInputs, *at: int
+    score: Tensor, inputs: EventInputs, *at: int
 ) -> tuple[list[float], set[int], list[int]]:
     """Scores, must-keep tokens and other tokens of one (event, layer, head)."""
     must = marked(inputs.must_keep, at)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from support import brute_ams
 from support.sweeps import trials
@@ -34,7 +35,7 @@ def changed(config: AMSConfig, **values: Any) -> AMSConfig:
     return AMSConfig(**{**config.model_dump(), **values})
 
 
-def make_usage(kind: str, rows: int, tokens: int, seed: int) -> torch.Tensor:
+def make_usage(kind: str, rows: int, tokens: int, seed: int) -> Tensor:
     """[rows, tokens] float32 of a kind that strains one part of the algorithm."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.rand(rows, tokens, generator=generator) ** 4

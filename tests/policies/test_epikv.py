@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.event_inputs import LENGTHS, make_inputs, one_event
 from vllm_kvpolicy.policies.base import EventInputs
@@ -38,7 +39,7 @@ def events(scorer: BaseScorer, seed: int = 0) -> EventInputs:
     return replace(inputs, signals=signals, prompt_lengths=prompts)
 
 
-def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def score(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     result = scorer.score(inputs, None)
     assert result.shape == inputs.must_keep.shape
     assert result.dtype == torch.float32
@@ -122,7 +123,7 @@ def test_a_lag_chunk_is_scaled_by_the_one_before(event: int) -> None:
     held = torch.tensor(LENGTHS[event])
     want = torch.zeros(int(held.max()))
     for states in (inputs.keys, inputs.values):
-        spreads: list[list[torch.Tensor]] = [[] for _ in want]
+        spreads: list[list[Tensor]] = [[] for _ in want]
         for head in range(held.shape[1]):
             mean = torch.stack(
                 [

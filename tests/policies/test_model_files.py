@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from support.calibration_files import make_calibration
 from support.made_adapters import make_adapter
@@ -163,7 +164,7 @@ def test_another_kind(path: Path) -> None:
 
 
 def test_every_tensor_has_to_be_there_and_fit(path: Path, any_kind: Kind) -> None:
-    def told(**changed: torch.Tensor) -> str:
+    def told(**changed: Tensor) -> str:
         changed = {**others, **changed}
         any_kind.save(replace(any_kind.made, tensors=changed), path)
         return refused(any_kind, path)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.golden import Golden, params
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
@@ -15,7 +16,7 @@ GOLDEN = "rkv_original"
 SINGLES, CHAINS = 28, 5
 
 
-def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> torch.Tensor:
+def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> Tensor:
     """Score [Hk, T] of keys [Hk, T, D] and queries [Hq, W, D]."""
     num_heads, num_tokens, size = keys.shape
     rows = (1, 1, num_heads, num_tokens)
@@ -37,7 +38,7 @@ def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> torch.T
     return scorer.score(inputs, None)[0, 0]
 
 
-def kept(p: dict[str, float], scores: torch.Tensor) -> np.ndarray:
+def kept(p: dict[str, float], scores: Tensor) -> np.ndarray:
     """Best K - W tokens and the newest W, as token indices [Hk, K]."""
     newest = torch.zeros_like(scores, dtype=torch.bool)
     newest[:, -int(p["W"]) :] = True

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.event_inputs import (
     EVENTS,
@@ -50,7 +51,7 @@ def inputs(scorer: BaseScorer) -> EventInputs:
     return make_inputs(scorer.needs)
 
 
-def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def score(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     """Score, NaN on padding."""
     usage = measure_usage(scorer.needs, inputs)
     got = scorer.score(inputs, usage)
@@ -58,7 +59,7 @@ def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
     return got.masked_fill(~inputs.valid, torch.nan)
 
 
-def check_same(got: torch.Tensor, want: torch.Tensor) -> None:
+def check_same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support import event_inputs
 from vllm_kvpolicy.kernels.rope import Rope
@@ -34,7 +35,7 @@ def make_inputs(scorer: BaseScorer, sinks: int = 3) -> EventInputs:
     )
 
 
-def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def score(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     usage = measure_usage(scorer.needs, inputs)
     got = scorer.score(inputs, usage)
     assert got.shape == inputs.must_keep.shape and got.dtype == torch.float32
@@ -177,7 +178,7 @@ def test_expected_attention_of_layers_that_rotate_in_other_ways() -> None:
     assert not torch.allclose(got[:, 0], still[:, 0])
 
 
-def score_newest(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def score_newest(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     """Score with more queries given than asked for."""
     assert inputs.queries.shape[-2] > scorer.needs.window_tokens
     return scorer.score(inputs, None)

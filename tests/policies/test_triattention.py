@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from support import event_inputs as events
 from support.calibration_files import make_calibration
@@ -26,7 +27,7 @@ def make_inputs(scaling: float = 1.0) -> EventInputs:
     return replace(inputs, rope=rope, keys=inputs.keys * scaling)
 
 
-def by_definition(made: TriAttentionScorer, inputs: EventInputs) -> torch.Tensor:
+def by_definition(made: TriAttentionScorer, inputs: EventInputs) -> Tensor:
     """Scores [E, L, Hq, T] in float64."""
     stored = made.calibration.tensors
     query = torch.complex(stored["query_real"], stored["query_imag"])

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.golden import Golden, params
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
@@ -49,7 +50,7 @@ def event(golden: Golden, case: int) -> EventInputs:
     )
 
 
-def kept(p: dict[str, float], inputs: EventInputs, score: torch.Tensor) -> np.ndarray:
+def kept(p: dict[str, float], inputs: EventInputs, score: Tensor) -> np.ndarray:
     """Best K tokens, the prompt among them, [L, Hk, K]."""
     budget = int(p["K"])
     keep = top_k_mask(score[0], inputs.must_keep[0], inputs.valid[0], budget)

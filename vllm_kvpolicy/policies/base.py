@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
@@ -112,26 +112,26 @@ class EventInputs:
             softmax of the model; None where it has none.
     """
 
-    lengths: torch.Tensor
-    must_keep: torch.Tensor
-    end: torch.Tensor
+    lengths: Tensor
+    must_keep: Tensor
+    end: Tensor
     scale: float
-    keys: torch.Tensor | PagedTokens | None = None
-    values: torch.Tensor | PagedTokens | None = None
-    queries: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
+    keys: Tensor | PagedTokens | None = None
+    values: Tensor | PagedTokens | None = None
+    queries: Tensor | None = None
+    positions: Tensor | None = None
     rope: Rope | None = None
-    signals: Mapping[TokenSignal, torch.Tensor] | None = None
-    prompt_lengths: torch.Tensor | None = None
-    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    signals: Mapping[TokenSignal, Tensor] | None = None
+    prompt_lengths: Tensor | None = None
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
     fresh_tokens: int = 0
-    until: torch.Tensor | None = None
-    candidates: torch.Tensor | None = None
+    until: Tensor | None = None
+    candidates: Tensor | None = None
     ranks: Ranks = ONE_RANK
-    sink_logits: torch.Tensor | None = None
+    sink_logits: Tensor | None = None
 
     @cached_property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """[E, L, H, T] bool, False on padding."""
         token = torch.arange(self.must_keep.shape[-1], device=self.must_keep.device)
         return token < self.lengths[..., None]
@@ -167,8 +167,8 @@ class Merge:
             to 1; the rest is its partner's.
     """
 
-    partner: torch.Tensor
-    weight: torch.Tensor
+    partner: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,10 @@ class Decision:
         merge: what survivors take in, None for nothing; needs keys and values.
     """
 
-    keep: torch.Tensor
-    score: torch.Tensor
-    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    keep: Tensor
+    score: Tensor
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Mapping[str, Tensor] = field(default_factory=dict)
     merge: Merge | None = None
 
 
@@ -227,12 +227,8 @@ class Policy(OfModel, ABC):
     dynamic = False
 
     def shuffled(
-        self,
-        pages: torch.Tensor,
-        sources: torch.Tensor,
-        num_tokens: int,
-        seeds: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Return pages and survivors in another order, None to leave them in theirs.
 
         Only policies that test the moving of tokens do.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
@@ -41,7 +41,7 @@ class Calibration(ModelFile):
     head_dim: int
     rope_theta: float
     num_tokens: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     path: str | Path = ""
 
     @property

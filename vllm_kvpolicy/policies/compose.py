@@ -6,6 +6,7 @@ from functools import reduce
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage
@@ -135,7 +136,7 @@ class AdmittedPolicy(Policy):
             notes={**chosen.notes, **notes},
         )
 
-    def _gates(self, inputs: EventInputs) -> torch.Tensor:
+    def _gates(self, inputs: EventInputs) -> Tensor:
         """Return [E, L, H, T] float32 gates, new tokens' evaluated, others' remembered.
 
         What is remembered comes first in a row: survivors, then local tokens of the

@@ -7,7 +7,7 @@ torch.compile traces them and a captured graph replays them.
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
 _LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")
@@ -37,7 +37,7 @@ class Buffers(nn.Module):
     over.
     """
 
-    def __init__(self, **tensors: torch.Tensor) -> None:
+    def __init__(self, **tensors: Tensor) -> None:
         super().__init__()
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -46,13 +46,13 @@ class Buffers(nn.Module):
 class HeadLogits(Buffers):
     """Holds `logits` [step_tokens, H] float32 of a layer, and what they come from."""
 
-    def forward(self, values: torch.Tensor) -> None:
+    def forward(self, values: Tensor) -> None:
         """Write [T, H] values."""
         torch.ops.vllm_kvpolicy.note_head_values(values, self.logits)
 
 
 @custom_op("note_head_values", ["noted"])
-def _note_head_values(values: torch.Tensor, noted: torch.Tensor) -> None:
+def _note_head_values(values: Tensor, noted: Tensor) -> None:
     """Copy values [T, H] to the first rows of `noted` [>= T, H] float32."""
     noted[: len(values)] = values
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
+from torch import Tensor
 
 
 class ModelFile:
@@ -26,7 +27,7 @@ class ModelFile:
 
     NAME: ClassVar[str]
     FORMAT: ClassVar[str]
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     path: str | Path
 
     @classmethod
@@ -115,7 +116,7 @@ class LayerFile(ModelFile):
         self.require("num_layers", self.num_layers <= most, f"at most {most}")
         check_tensors(self.NAME, self.path, self.tensors, self.shapes)
 
-    def stacked(self) -> dict[str, torch.Tensor]:
+    def stacked(self) -> dict[str, Tensor]:
         """Return float32 tensors by field, with a leading L."""
         layers = range(self.num_layers)
         return {
@@ -124,7 +125,7 @@ class LayerFile(ModelFile):
         }
 
     @classmethod
-    def unstacked(cls, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def unstacked(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a file; the inverse of `stacked`."""
         return {
             cls.full_name(layer, name): tensor.detach()
@@ -140,7 +141,7 @@ def read(
     path: str | Path,
     valid: str,
     is_wanted: Callable[[str], object] | None = None,
-) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Return the header and the tensors of a safetensors file; it cannot run code.
 
     Args:
@@ -170,8 +171,8 @@ def read_json(kind: str, path: Path, valid: str) -> Any:
 
 
 def as_float32(
-    kind: str, path: str | Path, tensors: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+    kind: str, path: str | Path, tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Return tensors in float32; raises ValueError if one is not floating point."""
     for name, tensor in tensors.items():
         floating = tensor.is_floating_point()
@@ -182,7 +183,7 @@ def as_float32(
 def check_tensors(
     kind: str,
     path: str | Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Check that all tensors are there, no others, of their shapes, float32, finite.

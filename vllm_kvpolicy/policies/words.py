@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.visibility import Decisions
@@ -125,7 +125,7 @@ class BaseScorer(Word, ABC):
     needs = Needs()
 
     @abstractmethod
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score every token.
 
         Args:
@@ -137,7 +137,7 @@ class BaseScorer(Word, ABC):
             unspecified on padding. May be a broadcast view.
         """
 
-    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def remember(self, score: Tensor) -> Mapping[str, Tensor]:
         """Return what `needs.memory` names, [E, L, H, T] float32, of the last score."""
         return {}
 
@@ -149,11 +149,7 @@ class BaseAllocator(Word, ABC):
 
     @abstractmethod
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
         """Pick `budget` tokens per row, must-keep first.
 
@@ -184,7 +180,7 @@ class BaseAdmission(Word):
     window = 1
     shift = 0
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         """Evaluate the gates of some tokens.
 
         Args:
@@ -209,9 +205,7 @@ class BaseAdmission(Word):
         """
         raise NotImplementedError
 
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
         """Decide on the new tokens of a layer.
 
         Args:

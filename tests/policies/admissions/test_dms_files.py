@@ -10,10 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from support.made_adapters import make_adapter
-from vllm_kvpolicy.policies.admissions.dms.model import (
-    DmsAdapter,
-    load,
-)
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, load
 
 NAN = float("nan")
 WEIGHT = DmsAdapter.full_name(1, "dms_proj_alpha.weight")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from support.engine.kvzap_decoder import KVzapDecoder
 from support.golden import Golden, read_golden
@@ -119,7 +119,7 @@ class Attention(nn.Module):
         super().__init__()
         self.attn = nn.Linear(1, 1)
 
-    def forward(self, positions: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Any, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 

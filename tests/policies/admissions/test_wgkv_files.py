@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv import (
-    Gates,
-    load,
-)
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, load
 
 MODEL = {
     "flavour": "qwen3",
@@ -21,7 +19,7 @@ MODEL = {
     "rope_theta": 5e5,
 }
 NAN = float("nan")
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 def write_released(path: Path, tensors: Tensors) -> Path:

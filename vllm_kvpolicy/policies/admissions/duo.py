@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
@@ -39,7 +40,7 @@ class Pattern:
         path: where it was read from, for errors.
     """
 
-    use: torch.Tensor
+    use: Tensor
     sinks: int
     recent: int
     path: str | Path
@@ -49,7 +50,7 @@ class Pattern:
         shape = [num_layers, num_kv_heads]
         expect(self.path, "layers and KV heads", list(self.use.shape), shape)
 
-    def retrieving(self, sparsity: float) -> torch.Tensor:
+    def retrieving(self, sparsity: float) -> Tensor:
         """Return [L, H] bool: all heads but this share of them that profits least."""
         order = self.use.flatten().argsort(stable=True)
         keeps = torch.ones_like(order, dtype=torch.bool)
@@ -143,7 +144,7 @@ class RetrievalHeads(BaseAdmission):
         """Take the rank's heads; which ones retrieve, the whole model decides."""
         self.keeps = shard.kv_heads(self.keeps, 1)
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         """Return [E, L, H, F], 1 in heads that keep everything; see `BaseAdmission`."""
         self.keeps = self.keeps.to(token.device)
         return self.keeps[..., None].expand(token.shape)

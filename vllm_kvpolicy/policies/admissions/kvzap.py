@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.config_keys import AlwaysKept
@@ -60,7 +60,7 @@ class Surrogate:
     hidden_size: int
     num_kv_heads: int
     num_units: int | None
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     path: str | Path = ""
 
     @property
@@ -85,7 +85,7 @@ class Surrogate:
                 shapes[f"layers.{layer}{name}.bias"] = (after,)
         return shapes
 
-    def linears(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def linears(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return weight and bias of a layer's linear layers, first to last."""
         names, tensors = [f"layers.{layer}{name}" for name in self._names], self.tensors
         return [(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in names]
@@ -121,8 +121,8 @@ class Surrogate:
 
 
 def surrogate_scores(
-    hidden: torch.Tensor, linears: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
+    hidden: Tensor, linears: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Score tokens for every KV head of a layer.
 
     Args:
@@ -277,18 +277,14 @@ class SurrogateScores(BaseAdmission):
             self._scorers.append(attach_surrogate(attention, scores, linears))
         self.surrogate = replace(self.surrogate, tensors={})
 
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
         """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         is_below = self._scorers[layer].logits[: len(positions)] < self.lowest
         return Decisions(~is_below)
 
 
 def attach_surrogate(
-    attention: nn.Module,
-    scores: torch.Tensor,
-    linears: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    attention: nn.Module, scores: Tensor, linears: Sequence[tuple[Tensor, Tensor]]
 ) -> HeadLogits:
     """Score what an attention module is given; returns what holds the scores.
 
@@ -307,7 +303,7 @@ def attach_surrogate(
             f"{type(attention).__name__}: expected a forward method that takes "
             f"{ARGUMENT}, as in vLLM's Llama and Qwen3, got {', '.join(arguments)}"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for number, (weight, bias) in enumerate(linears):
         tensors |= {f"weight_{number}": weight, f"bias_{number}": bias}
     taken = HeadLogits(logits=scores, **tensors)

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged import PagedTokens
@@ -89,7 +90,7 @@ class Gates(LayerFile):
     sinks: int
     sparsity_weight: float
     kept_fraction: float
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     path: str | Path = ""
 
     def layer_shapes(self) -> Iterable[tuple[int, ...]]:
@@ -124,7 +125,7 @@ class Gates(LayerFile):
         if not math.isnan(self.rope_theta):
             self.fits(rope_theta=rope_theta)
 
-    def stacked(self) -> dict[str, torch.Tensor]:
+    def stacked(self) -> dict[str, Tensor]:
         """Return the fields of `kernels.wgkv_gate.GateWeights`, with a leading L."""
         heads, channels = self.num_kv_heads, self.head_dim
         shapes = {
@@ -138,7 +139,7 @@ class Gates(LayerFile):
         }
 
     @classmethod
-    def unstacked(cls, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def unstacked(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a file; the inverse of `stacked`."""
         num_layers, num_heads, num_units, channels = weights["first"].shape
         shapes = {
@@ -216,7 +217,7 @@ def _load_released(path: str | Path) -> Gates:
     )
 
 
-def _only_size(path: str | Path, tensors: Mapping[str, torch.Tensor], name: str) -> int:
+def _only_size(path: str | Path, tensors: Mapping[str, Tensor], name: str) -> int:
     """Return the size of a tensor of layer 0 that has to have one dimension."""
     name = Gates.full_name(0, name)
     if name not in tensors:
@@ -227,7 +228,7 @@ def _only_size(path: str | Path, tensors: Mapping[str, torch.Tensor], name: str)
     return shape[0]
 
 
-def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
+def _read_pickle(path: str | Path) -> dict[str, Tensor]:
     """Return the flat dict of tensors that a file holds, in float32.
 
     The unpickler makes tensors, numbers and plain containers only.
@@ -248,7 +249,7 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
         expect(path, "content", type(content).__name__, expected)
     for name, value in content.items():
         expect(path, f"name {name!r} is text", isinstance(name, str), True)
-        expect(path, f"{name} is a tensor", isinstance(value, torch.Tensor), True)
+        expect(path, f"{name} is a tensor", isinstance(value, Tensor), True)
         expect(path, f"layout of {name}", value.layout, torch.strided)
     return model_files.as_float32(Gates.NAME, path, content)
 
@@ -340,9 +341,7 @@ class WriteGates(BaseAdmission):
             for i in range(len(model.layers))
         ]
 
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
         """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         assert self._rope is not None  # `needs` says so
         # One event of one layer, [1, 1, H, T, D].
@@ -354,7 +353,7 @@ class WriteGates(BaseAdmission):
         gates = paged_gates(*rows, self._rope, weights)[0, 0]
         return Decisions((gates > self.threshold).T)
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         """Evaluate [E, L, H, F] gates of held tokens; see `BaseAdmission`."""
         keys = inputs.paged("keys")
         # Weights move to the device, and to the dtype of the model, once.

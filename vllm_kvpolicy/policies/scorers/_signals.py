@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class TokenSignal:
         return range(first, last + 1)
 
 
-def hidden_change(hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+def hidden_change(hidden: Tensor, before: Tensor) -> Tensor:
     """Measure the step between two hidden states, ||hidden - before||_2.
 
     Args:
@@ -62,8 +63,8 @@ def hidden_change(hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def signals_from_hidden(
-    signals: Sequence[TokenSignal], hidden: torch.Tensor
-) -> dict[TokenSignal, torch.Tensor]:
+    signals: Sequence[TokenSignal], hidden: Tensor
+) -> dict[TokenSignal, Tensor]:
     """Measure signals on the hidden states of one trace.
 
     Args:
@@ -87,7 +88,7 @@ def signals_from_hidden(
     return measured
 
 
-def channel_variance(vectors: torch.Tensor) -> torch.Tensor:
+def channel_variance(vectors: Tensor) -> Tensor:
     """Compute the unbiased variance over channels, averaged over KV heads.
 
     Args:
@@ -102,9 +103,7 @@ def channel_variance(vectors: torch.Tensor) -> torch.Tensor:
 Z_EPS = 1e-6  # added to the standard deviation
 
 
-def rolling_mean(
-    values: torch.Tensor, first: torch.Tensor, window: int
-) -> torch.Tensor:
+def rolling_mean(values: Tensor, first: Tensor, window: int) -> Tensor:
     """Average the newest entries up to each one.
 
     Args:
@@ -119,9 +118,7 @@ def rolling_mean(
     return _window_sum(torch.where(exists, values.double(), 0.0), window) / count
 
 
-def rolling_zscore(
-    values: torch.Tensor, first: torch.Tensor, window: int
-) -> torch.Tensor:
+def rolling_zscore(values: Tensor, first: Tensor, window: int) -> Tensor:
     """Measure how far each entry lies from the rolling mean, in standard deviations.
 
     Takes what `rolling_mean` takes.
@@ -138,15 +135,13 @@ def rolling_zscore(
     return torch.where(count > 1, score, 0.0)
 
 
-def _samples(
-    values: torch.Tensor, first: torch.Tensor, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _samples(values: Tensor, first: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Return which entries exist and how many count at each one, both [R, T]."""
     age = torch.arange(values.shape[-1], device=values.device) - first[:, None]
     return age >= 0, (age + 1).clamp(1, window)
 
 
-def _window_sum(values: torch.Tensor, window: int) -> torch.Tensor:
+def _window_sum(values: Tensor, window: int) -> Tensor:
     """Sum `window` entries up to each one, [R, T] float64; outside counts as zero.
 
     Pooling adds them one by one: a difference of running sums would round differently

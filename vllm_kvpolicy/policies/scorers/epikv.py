@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
@@ -50,14 +51,11 @@ class Mix:
 
     signals: tuple[TokenSignal, ...]
     weights: tuple[float, ...]
-    statistic: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    statistic: Callable[[Tensor, Tensor, int], Tensor]
 
     def scores(
-        self,
-        measured: Mapping[TokenSignal, torch.Tensor],
-        first: torch.Tensor,
-        window: int,
-    ) -> torch.Tensor:
+        self, measured: Mapping[TokenSignal, Tensor], first: Tensor, window: int
+    ) -> Tensor:
         """Score every token of a trace, [E, P] float32, from signals of that shape.
 
         Takes what `rolling_mean` does; zero before `first`.
@@ -169,7 +167,7 @@ class MixScorer(BaseScorer):
             except ValueError as error:
                 raise ValueError(f"{band}_first, {band}_last: {error}") from None
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32."""
         first = inputs.given("prompt_lengths")
         if self.scores_prompt:
@@ -196,7 +194,7 @@ class SegmentScorer(MixScorer):
         self.segment = segment
         self.needs |= Needs(signals=(self.variance,))
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32."""
         score = super().score(inputs, usage)
         variance = _at_positions(inputs.given("signals")[self.variance], inputs)
@@ -226,7 +224,7 @@ class LagScorer(BaseScorer):
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32, the same for all layers and heads."""
         valid = inputs.valid
         spread = lag_spread(inputs.given("keys"), valid, self.chunk)
@@ -248,7 +246,7 @@ def _mix(variant: str, options: Mapping[str, Any]) -> Mix:
     return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
 
 
-def _at_positions(by_position: torch.Tensor, inputs: EventInputs) -> torch.Tensor:
+def _at_positions(by_position: Tensor, inputs: EventInputs) -> Tensor:
     """Look [E, P] values up at the true positions of the held tokens, [E, L, H, T]."""
     positions = inputs.given("positions").clamp(0, by_position.shape[-1] - 1)
     rows = by_position[:, None, None].expand(*positions.shape[:3], -1)
@@ -256,13 +254,13 @@ def _at_positions(by_position: torch.Tensor, inputs: EventInputs) -> torch.Tenso
 
 
 def best_of_segments(
-    score: torch.Tensor,
-    variance: torch.Tensor,
-    older: torch.Tensor,
-    free: torch.Tensor,
+    score: Tensor,
+    variance: Tensor,
+    older: Tensor,
+    free: Tensor,
     segment: int,
     shares: Sequence[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Mark the best tokens of each segment: more of them where keys vary more.
 
     Segments are ordered by mean variance; the lowest third (rounded down) keeps the
@@ -298,7 +296,7 @@ def best_of_segments(
     return is_choosable & (ranks_within(score, group) < share.gather(-1, index))
 
 
-def lag_spread(states: torch.Tensor, valid: torch.Tensor, chunk: int) -> torch.Tensor:
+def lag_spread(states: Tensor, valid: Tensor, chunk: int) -> Tensor:
     """Measure how far the channels of the mean over layers spread, mean over heads.
 
     Each channel is scaled by its range in the chunk before; the first chunk is not.
@@ -314,16 +312,14 @@ def lag_spread(states: torch.Tensor, valid: torch.Tensor, chunk: int) -> torch.T
     # A sum over layers in float64, a summand, and four float32 copies of the mean.
     event_bytes = 32 * states[0, 0].numel()
 
-    def of_chunk(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def of_chunk(states: Tensor, valid: Tensor) -> Tensor:
         return _spread_of_mean(states, valid, chunk)
 
     spread = map_pairs(of_chunk, event_bytes, states[:, None], valid[:, None])
     return spread[:, 0]
 
 
-def _spread_of_mean(
-    states: torch.Tensor, valid: torch.Tensor, chunk: int
-) -> torch.Tensor:
+def _spread_of_mean(states: Tensor, valid: Tensor, chunk: int) -> Tensor:
     """Return [n, T] of states [n, L, H, T, D]; see `lag_spread`."""
     num_tokens = states.shape[3]
     chunk = min(chunk, num_tokens)

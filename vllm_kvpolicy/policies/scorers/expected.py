@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.paged_reductions import paged_norms, paged_quadratics
@@ -80,7 +81,7 @@ class ExpectedAttentionScorer(BaseScorer):
             rope=True,
         )
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32."""
         size, scale = self.needs.window_tokens, inputs.scale
         queries = inputs.given("queries")[..., -size:, :]
@@ -111,7 +112,7 @@ class ExpectedAttentionScorer(BaseScorer):
 
 def turn_ahead(
     rope: Rope, num_queries: int, num_future: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the average rotation of each query to positions after the window.
 
     Args:
@@ -134,12 +135,12 @@ def turn_ahead(
 
 
 def _moments(
-    turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    turn: tuple[Tensor, Tensor, Tensor | None],
     covariance: bool,
-    queries: torch.Tensor,
-    num_real: torch.Tensor,
-    kind: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    queries: Tensor,
+    num_real: Tensor,
+    kind: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return mean [n, Hq, D] and half the covariance [n, Hq, D, D] of turned queries.
 
     Args:

@@ -5,8 +5,8 @@ https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/qfilter_press.py.
 Deviations: none. As in the published filters, f points away from the queries.
 """
 
-import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_projections
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -40,7 +40,7 @@ class QFilterScorer(CalibratedScorer):
         """Take the filters of the rank's KV heads; see `OfModel`."""
         self.filters = shard.kv_heads(self.filters, 1)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32."""
         keys = inputs.paged("keys")
         self.filters = self.filters.to(keys.device)  # moves once

@@ -18,6 +18,7 @@ from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
 from vllm_kvpolicy.kernels.ranking import leading_run
@@ -66,21 +67,21 @@ class TriAttentionScorer(CalibratedScorer):
         self.query = shard.query_heads(self.query, 1)
         self.by_length = shard.query_heads(self.by_length, 1)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32."""
         counted = inputs.valid & ~leading_run(inputs.must_keep)
         grouped = self.per_query_head(inputs).unflatten(2, (counted.shape[2], -1))
         z_score = standardised(grouped, counted[:, :, :, None])
         return z_score.amax(3) if self.aggregate == "max" else z_score.mean(3)
 
-    def per_query_head(self, inputs: EventInputs) -> torch.Tensor:
+    def per_query_head(self, inputs: EventInputs) -> Tensor:
         """Return s [E, L, Hq, T] float32, zero on padding."""
         keys, rope = inputs.paged("keys"), inputs.given("rope")
         # Moves to the keys' device once.
         self.query = self.query.to(keys.device)
         self.by_length = self.by_length.to(keys.device)
         scaling = rope.scaling
-        if isinstance(scaling, torch.Tensor):
+        if isinstance(scaling, Tensor):
             scaling = rope.by_layer(scaling)[:, None]
         rotation = rope.by_layer(mean_rotation(inputs.end, rope))[:, :, None]
         turned = scaling * self.query * rotation
@@ -93,7 +94,7 @@ class TriAttentionScorer(CalibratedScorer):
         )
 
 
-def mean_rotation(end: torch.Tensor, rope: Rope) -> torch.Tensor:
+def mean_rotation(end: Tensor, rope: Rope) -> Tensor:
     """Average the rotations at the distances d from the next position.
 
     Args:
@@ -108,7 +109,7 @@ def mean_rotation(end: torch.Tensor, rope: Rope) -> torch.Tensor:
     return torch.polar(torch.ones_like(angle), angle).mean(1)
 
 
-def standardised(score: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+def standardised(score: Tensor, counted: Tensor) -> Tensor:
     """Shift and scale each row to mean 0 and standard deviation 1.
 
     Args:

@@ -21,9 +21,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from torch import Tensor
 
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.model_files import LayerFile
@@ -74,7 +74,7 @@ class DmsAdapter(LayerFile):
     window: int
     target_cr: float
     kept_fraction: float
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     alpha_scale: float = 100.0
     alpha_offset: float = 5.0
     shift: int = 1
@@ -172,9 +172,9 @@ def _refuse(path: Path, found: str) -> NoReturn:
     raise ValueError(f"{DmsAdapter.NAME} {path}: got {found}, expected {VALID}")
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the adapter's tensors of all safetensors files, in float32."""
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= model_files.read(DmsAdapter.NAME, path, VALID, _TENSOR.fullmatch)[1]
     if not tensors:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_kvpolicy.config_keys import AlwaysKept
@@ -127,7 +127,7 @@ class DelayedEviction(BaseAdmission):
         self.needs = Needs(until=True, exact=options["exact"])
         self._follow(DmsRule())
         self.weights: DecisionWeights | None = None
-        self._logits: list[torch.Tensor] = []
+        self._logits: list[Tensor] = []
         self._shard: HeadShard | None = None
 
     def take_heads(self, shard: HeadShard) -> None:
@@ -170,9 +170,7 @@ class DelayedEviction(BaseAdmission):
             own = self.weights.layer(index)
             attach_adapter(layer, self._logits[index], own, epsilon)
 
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
         """Return [T, H] decisions on the tokens before; see `BaseAdmission`."""
         logits = self._logits[layer][: len(positions)]
         if self.rule.per_layer:
@@ -183,7 +181,7 @@ class DelayedEviction(BaseAdmission):
 def attach_borrowed(
     attention: nn.Module,
     rule: DmsRule,
-    logits: torch.Tensor,
+    logits: Tensor,
     num_heads: int,
     dtype: torch.dtype,
 ) -> None:
@@ -244,7 +242,7 @@ def _hide(layer: nn.Module, args: tuple) -> tuple:
 
 
 def attach_adapter(
-    layer: nn.Module, logits: torch.Tensor, weights: DecisionWeights, epsilon: float
+    layer: nn.Module, logits: Tensor, weights: DecisionWeights, epsilon: float
 ) -> None:
     """Compute logits from the residual stream before a decoder layer.
 
