@@ -9,7 +9,6 @@ from support.golden import Golden, params
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
-from vllm_kvpolicy.policies.scorers.rkv import redundancy
 
 GOLDEN = "rkv_original"
 
@@ -50,16 +49,6 @@ def kept(p: dict[str, float], scores: Tensor) -> np.ndarray:
 def test_golden_file_is_complete(golden: Golden) -> None:
     assert len(golden["single_params"]) == SINGLES
     assert len(golden["chain_params"]) == CHAINS
-
-
-@pytest.mark.parametrize("case", range(SINGLES))
-def test_redundancy(golden: Golden, case: int) -> None:
-    p, keys = params(golden, "single", case), golden[f"s{case:02d}_k"]
-    valid = torch.ones(1, *keys.shape[:2], dtype=torch.bool)
-    got = redundancy(0.5, torch.from_numpy(keys)[None], valid)[0]
-    torch.testing.assert_close(got.sum(-1), torch.ones(len(keys)))
-    want = golden[f"s{case:02d}_sim"]
-    np.testing.assert_allclose(got[:, : -int(p["W"])], want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", range(SINGLES))

@@ -92,15 +92,3 @@ def test_kept_by_z_scores(golden: Golden, case: int, aggregate: str) -> None:
     got = kept(params(golden, "", case), inputs, score)
     want = golden[f"r{case:02d}_keep_plph_{aggregate}_norm"]
     np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("aggregate", ["max", "mean"])
-@pytest.mark.parametrize("case", range(ROUNDS))
-def test_kept_by_plain_scores(golden: Golden, case: int, aggregate: str) -> None:
-    inputs = event(golden, case)
-    heads = scorer(golden, case).per_query_head(inputs)
-    grouped = heads.unflatten(2, (inputs.lengths.shape[2], -1))
-    score = grouped.amax(3) if aggregate == "max" else grouped.mean(3)
-    got = kept(params(golden, "", case), inputs, score)
-    want = golden[f"r{case:02d}_keep_plph_{aggregate}_raw"]
-    np.testing.assert_array_equal(got, want)

@@ -155,11 +155,7 @@ class AdmittedPolicy(Policy):
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Build a policy by name, without a server.
-
-    Args:
-        name: see `policies.names`.
-        options: `--kv-policy-config` as the user gave it; None is empty.
+    """Build a policy by name and `--kv-policy-config`, without a server.
 
     Raises:
         ValueError: an unknown name, an unknown option, or a value outside its range.

@@ -207,13 +207,9 @@ def expect(kind: str, path: str | Path, key: str, found: Any, expected: Any) -> 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a whole model, which files have to fit.
+    """The sizes L, Hq, H and D of a whole model, which files have to fit.
 
-    Args:
-        num_layers: L, attention layers.
-        num_heads: Hq, query heads per layer.
-        num_kv_heads: H, KV heads per layer.
-        head_dim: D, channels per head.
+    Attention layers, query heads per layer, KV heads per layer, channels per head.
     """
 
     num_layers: int

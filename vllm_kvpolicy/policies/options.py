@@ -148,14 +148,6 @@ def valid_range(field: FieldInfo) -> str:
     return words + "".join(f", at least {key}" for key in keys)
 
 
-def default_in_words(field: FieldInfo) -> str:
-    """Describe a field's default for the docs."""
-    if field.is_required():
-        return "required"
-    is_elsewhere = field.default is None and kind_of(field) is not str
-    return "from the file or the model" if is_elsewhere else str(field.default)
-
-
 def kind_of(field: FieldInfo) -> Any:
     """Return a field's type, without None and what `Annotated` adds."""
     kind, members = field.annotation, get_args(field.annotation)

@@ -71,10 +71,7 @@ class PyramidAllocator(BaseAllocator):
     def plan(self, num_layers: int, budget: int, held: Tensor) -> Tensor:
         """Return K_l in whole tokens, [E, L] int64, falling and adding up to L * K.
 
-        Args:
-            num_layers: L.
-            budget: K, tokens.
-            held: [E] int64, tokens that heads hold on average, at least K.
+        Heads hold `held` [E] int64 tokens on average, at least K.
         """
         if num_layers == 1:
             return torch.full_like(held, budget)[:, None]

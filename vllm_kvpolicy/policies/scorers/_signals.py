@@ -50,14 +50,10 @@ class TokenSignal:
 
 
 def hidden_change(hidden: Tensor, before: Tensor) -> Tensor:
-    """Measure the step between two hidden states, ||hidden - before||_2.
+    """Measure ||hidden - before||_2 of a layer's outputs, also at the tokens before.
 
-    Args:
-        hidden: [..., d] model dtype, outputs of a decoder layer.
-        before: [..., d] model dtype, the same layer's outputs at the tokens before.
-
-    Returns:
-        [...] float32; the difference is rounded to the model dtype, the norm is not.
+    Both are [..., d] model dtype, to which the difference is rounded; the norm, [...]
+    float32, is not.
     """
     return torch.linalg.vector_norm(hidden - before, dim=-1, dtype=torch.float32)
 
@@ -89,14 +85,7 @@ def signals_from_hidden(
 
 
 def channel_variance(vectors: Tensor) -> Tensor:
-    """Compute the unbiased variance over channels, averaged over KV heads.
-
-    Args:
-        vectors: [T, H, D] floating point, keys or values as they are cached.
-
-    Returns:
-        [T] float32.
-    """
+    """Average heads' unbiased variance of channels, [T, H, D] to [T] float32."""
     return vectors.float().var(-1).mean(-1)
 
 

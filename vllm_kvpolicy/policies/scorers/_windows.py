@@ -50,12 +50,8 @@ def map_windows(
 def fill_with_highest(score: Tensor, measured: Tensor) -> Tensor:
     """Give unmeasured tokens the highest measured score of their row.
 
-    Args:
-        score: [..., T] float32; may hold anything where nothing was measured.
-        measured: [..., T] bool.
-
-    Returns:
-        [..., T] float32; zero where nothing was measured in a row.
+    Scores [..., T] float32 may hold anything where nothing was measured; they are zero
+    in rows of which nothing was.
     """
     highest = score.masked_fill(~measured, -torch.inf).amax(-1, keepdim=True)
     highest = torch.where(measured.any(-1, keepdim=True), highest, 0.0)

@@ -95,14 +95,9 @@ class TriAttentionScorer(CalibratedScorer):
 
 
 def mean_rotation(end: Tensor, rope: Rope) -> Tensor:
-    """Average the rotations at the distances d from the next position.
+    """Average the rotations at the distances d from `end`, the next position.
 
-    Args:
-        end: [E] int64, next position.
-        rope: the model's rotary embedding; its scaling is left out.
-
-    Returns:
-        [E, D/2] complex128, of kinds [E, K, D/2].
+    Without scaling; [E, D/2] complex128, of kinds [E, K, D/2].
     """
     distance = 2 ** torch.arange(NUM_DISTANCES, device=end.device)
     angle = rope.angles(end[:, None] + distance)
@@ -110,14 +105,9 @@ def mean_rotation(end: Tensor, rope: Rope) -> Tensor:
 
 
 def standardised(score: Tensor, counted: Tensor) -> Tensor:
-    """Shift and scale each row to mean 0 and standard deviation 1.
+    """Shift and scale rows [..., T] float32 to mean 0 and standard deviation 1.
 
-    Args:
-        score: [..., T] float32.
-        counted: bool, broadcastable to [..., T]: tokens of the mean and the deviation.
-
-    Returns:
-        [..., T] float32; smaller deviations count as `MIN_DEVIATION`.
+    Of the counted tokens; smaller deviations count as `MIN_DEVIATION`.
     """
     count = counted.sum(-1, keepdim=True).clamp_min(1)
     score = score.double()

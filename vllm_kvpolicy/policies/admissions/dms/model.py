@@ -226,12 +226,9 @@ class DmsRule:
 
 
 def rule_of_config(config: Any) -> DmsRule | None:
-    """Return the rule of a model's configuration, None where it has no `dms_*` keys.
+    """Return the rule of a model's text configuration, None without `dms_*` keys.
 
-    Keys that are missing mean what they do to the released models.
-
-    Args:
-        config: the model's text configuration, any object with its keys as attributes.
+    Keys, its attributes, that are missing mean what they do to the released models.
     """
     keys = {key: value for key, value in vars(config).items() if value is not None}
     if not any(key.startswith("dms_") for key in keys):

@@ -250,7 +250,7 @@ def attach_adapter(
         layer: vLLM's decoder layer, called with positions, hidden states and residual.
         logits: [step_tokens, H] float32, written; scale and offset are not applied.
         weights: of this layer, in the model's dtype.
-        epsilon: the model's `rms_norm_eps`.
+        epsilon: of the model's norms.
     """
     taken = HeadLogits(logits=logits, norm=weights.norm, projection=weights.projection)
     taken.epsilon = epsilon
