@@ -81,18 +81,15 @@ class CalibratedScorer(BaseScorer):
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Build the scorer from its calibration file; see `Word`."""
         calibration = load(options.pop(f"{cls.kind}_calibration"), cls.kind)
         return cls(calibration, **options)  # type: ignore[call-arg]
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check that the calibration fits the model; see `Word`."""
         key = f"{cls.kind}_calibration"
         with model_files.errors_name(key):
             found = load(getattr(options, key), cls.kind)
             found.fits(**vars(ModelShape.of(vllm_config)))
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the calibration fits the model; see `OfModel`."""
         self.calibration.fits(**vars(model))

@@ -34,7 +34,6 @@ class MovementPolicy(KeepAll):
     def shuffled(
         self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return pages and survivors in another order; see `Policy`."""
         num_groups, heads = pages.shape[1], sources // num_tokens
         moved = self.shuffle_pages(
             pages.flatten(0, 1), seeds.repeat_interleave(num_groups)

@@ -113,12 +113,10 @@ class RetrievalHeads(BaseAdmission):
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Build the admission from the files of a pattern; see `Word`."""
         return cls(load(options["duo_pattern"]), options["duo_sparsity"])
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the folder of a pattern; see `Word`."""
         path = options.duo_pattern
         with model_files.errors_name("duo_pattern"):
             pattern, shape = load(path), ModelShape.of(vllm_config)

@@ -231,13 +231,11 @@ class SurrogateScores(BaseAdmission):
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Build the admission from the folder of a surrogate; see `Word`."""
         surrogate = load(options["kvzap_model"])
         return cls(surrogate, options["kvzap_threshold"], options["exact"])
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the folder of a surrogate; see `Word`."""
         with model_files.errors_name("kvzap_model"):
             load(options.kvzap_model).check_model(
                 ModelShape.of(vllm_config), vllm_config.model_config.get_hidden_size()
@@ -249,11 +247,9 @@ class SurrogateScores(BaseAdmission):
         self._scorers: list[HeadLogits] = []
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the surrogate fits the model; see `OfModel`."""
         self.surrogate.check_model(model)
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Score for the rank's KV heads; see `OfModel`."""
         self.surrogate = self.surrogate.of_heads(shard)
 
     @property

@@ -22,5 +22,4 @@ class LocalAttention(BaseAdmission):
     refuses = dict.fromkeys(ALLOCATORS, _NO_CHOICE)
 
     def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
-        """Return [E, L, H, F] zeros; see `BaseAdmission`."""
         return torch.zeros(token.shape, device=token.device)

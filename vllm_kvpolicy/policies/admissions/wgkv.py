@@ -284,13 +284,11 @@ class WriteGates(BaseAdmission):
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Build the admission from its file of gates; see `Word`."""
         gates, threshold = load(options["wgkv_gates"]), options["wgkv_threshold"]
         return cls(gates, threshold, options["exact"])
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the file of gates; see `Word`."""
         path = options.wgkv_gates
         with model_files.errors_name("wgkv_gates"):
             gates, text = load(path), vllm_config.model_config.hf_text_config
@@ -320,11 +318,9 @@ class WriteGates(BaseAdmission):
         self.weights = GateWeights(**gates.stacked())
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the gates fit the model; see `OfModel`."""
         self.file.fits(**sizes_of(model))
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the gates of the rank's KV heads; see `OfModel`."""
         self.weights = self.weights.of_heads(shard.kv_heads)
 
     @property
@@ -354,7 +350,6 @@ class WriteGates(BaseAdmission):
         return Decisions((gates > self.threshold).T)
 
     def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
-        """Evaluate [E, L, H, F] gates of held tokens; see `BaseAdmission`."""
         keys = inputs.paged("keys")
         # Weights move to the device, and to the dtype of the model, once.
         self.weights = self.weights.to(keys.device, keys.pools[0].dtype)

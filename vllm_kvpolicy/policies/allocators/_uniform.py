@@ -22,7 +22,6 @@ class UniformTopK(BaseAllocator):
     def choose(
         self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
-        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
         # After an admission a row may hold fewer tokens than the budget.
         size = inputs.lengths.clamp(max=budget)

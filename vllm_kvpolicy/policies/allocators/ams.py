@@ -359,7 +359,6 @@ class AMSAllocator(BaseAllocator):
     def choose(
         self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
-        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         usage = measured(usage)
         shape = score.shape
         mass = pooled_usage(

@@ -30,7 +30,6 @@ class StratifiedAllocator(BaseAllocator):
     def choose(
         self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
-        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget).flatten(0, 2)
         is_open = inputs.valid.flatten(0, 2) & ~must_keep
         num_tokens, size = score.shape[-1], self.options.strat_block

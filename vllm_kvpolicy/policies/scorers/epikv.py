@@ -144,7 +144,6 @@ class MixScorer(BaseScorer):
 
     @classmethod
     def from_options(cls, **options: Any) -> BaseScorer:
-        """Build the scorer of a variant; see `Word`."""
         variant, chunk = options["variant"], options["epikv_chunk"]
         if variant == "lag-kv":
             return LagScorer(chunk)
@@ -160,7 +159,6 @@ class MixScorer(BaseScorer):
         self.needs = Needs(positions=True, signals=mix.signals)
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the model has the layers; see `BaseScorer`."""
         for band, signal in zip("ab", self.mix.signals, strict=False):
             try:
                 signal.layers(model.num_layers)
@@ -168,7 +166,6 @@ class MixScorer(BaseScorer):
                 raise ValueError(f"{band}_first, {band}_last: {error}") from None
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32."""
         first = inputs.given("prompt_lengths")
         if self.scores_prompt:
             first = torch.ones_like(first)
@@ -195,7 +192,6 @@ class SegmentScorer(MixScorer):
         self.needs |= Needs(signals=(self.variance,))
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32."""
         score = super().score(inputs, usage)
         variance = _at_positions(inputs.given("signals")[self.variance], inputs)
         valid, must_keep = inputs.valid, inputs.must_keep

@@ -82,7 +82,6 @@ class ExpectedAttentionScorer(BaseScorer):
         )
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32."""
         size, scale = self.needs.window_tokens, inputs.scale
         queries = inputs.given("queries")[..., -size:, :]
         num_real = inputs.end.clamp(max=size)[:, None].expand(queries.shape[:2])

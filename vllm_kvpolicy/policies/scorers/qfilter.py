@@ -37,11 +37,9 @@ class QFilterScorer(CalibratedScorer):
         self.filters = calibration.tensors["filters"]
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the filters of the rank's KV heads; see `OfModel`."""
         self.filters = shard.kv_heads(self.filters, 1)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32."""
         keys = inputs.paged("keys")
         self.filters = self.filters.to(keys.device)  # moves once
         filters = self.filters.expand(*keys.shape[:3], -1)

@@ -63,12 +63,10 @@ class TriAttentionScorer(CalibratedScorer):
         self.by_length = stored["query_abs"] - self.query.abs()
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the statistics of the query heads of the rank; see `OfModel`."""
         self.query = shard.query_heads(self.query, 1)
         self.by_length = shard.query_heads(self.by_length, 1)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32."""
         counted = inputs.valid & ~leading_run(inputs.must_keep)
         grouped = self.per_query_head(inputs).unflatten(2, (counted.shape[2], -1))
         z_score = standardised(grouped, counted[:, :, :, None])

@@ -131,7 +131,6 @@ class DelayedEviction(BaseAdmission):
         self._shard: HeadShard | None = None
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Decide for the rank's KV heads; see `OfModel`."""
         self._shard = shard
 
     def _follow(self, rule: DmsRule) -> None:
