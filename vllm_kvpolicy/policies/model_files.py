@@ -207,9 +207,9 @@ def expect(kind: str, path: str | Path, key: str, found: Any, expected: Any) -> 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes L, Hq, H and D of a whole model, which files have to fit.
+    """The sizes of a whole model, which files have to fit.
 
-    Attention layers, query heads per layer, KV heads per layer, channels per head.
+    L attention layers, Hq query heads and H KV heads per layer, D channels per head.
     """
 
     num_layers: int

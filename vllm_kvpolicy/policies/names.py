@@ -63,11 +63,9 @@ class Words(Mapping[str, Any]):
         return _defined_in(self._files[word])
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the words of this package."""
         return iter(self._files)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._files)
 
     def __contains__(self, word: object) -> bool:

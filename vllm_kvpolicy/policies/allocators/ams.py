@@ -147,10 +147,10 @@ PRESETS = {name: AMSConfig(**values) for name, values in OPTION_PRESETS.items()}
 
 @dataclass(frozen=True)
 class AMSChoice:
-    """Result of `choose`; of `keep` `budget` True per row.
+    """Result of `choose`.
 
     Args:
-        keep: [R, T] bool.
+        keep: [R, T] bool, `budget` True per row.
         segments: [R, S, 2] int64, half-open (start, end), unused ones (length, length).
         quotas: [R, S] int64; add up to K in parity mode, else to K minus must-keep.
         credit: [R, T], float64 in parity mode, else float32; zero on padding.
