@@ -106,7 +106,7 @@ def write_gates(model: Path, path: Path) -> None:
     """Write gates of random weights for a model."""
     import torch
 
-    from vllm_kvpolicy.policies.admissions.wgkv import Gates, unstacked
+    from vllm_kvpolicy.policies.admissions.wgkv import Gates
 
     config = json.loads((model / "config.json").read_text())
     layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
@@ -137,7 +137,7 @@ def write_gates(model: Path, path: Path) -> None:
         sinks=0,
         sparsity_weight=float("nan"),
         kept_fraction=float("nan"),
-        tensors=unstacked(weights),
+        tensors=Gates.unstacked(weights),
     )
     gates.save(path)
 

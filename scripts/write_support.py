@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from pydantic.fields import FieldInfo
 from support_grid import grid
 
 from vllm_kvpolicy.api.guards import REFUSALS
@@ -17,7 +18,7 @@ from vllm_kvpolicy.policies.names import (
     TESTS,
     parse,
 )
-from vllm_kvpolicy.policies.options import default_in_words, valid_range
+from vllm_kvpolicy.policies.options import kind_of, valid_range
 from vllm_kvpolicy.policies.words import Word
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
@@ -176,13 +177,20 @@ def _options() -> list[str]:
     for key, field in fields.items():
         users = [n for n, word in words.items() if key in word.Options.model_fields]
         shown = ", ".join(f"`{name}`" for name in users)
-        cells = default_in_words(field), shown, valid_range(field), field.description
+        cells = _default(field), shown, valid_range(field), field.description
         lines.append(_row(f"`{key}`", *cells))
     presets = {n: values for w in words.values() for n, values in w.presets.items()}
     for name, values in presets.items():
         changed = ", ".join(f"{key} {value}" for key, value in values.items())
         lines += ["", f"Preset `{name}`: {changed or 'the defaults'}."]
     return [*lines, ""]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    is_elsewhere = field.default is None and kind_of(field) is not str
+    return "from the file or the model" if is_elsewhere else str(field.default)
 
 
 def _numbers() -> list[str]:

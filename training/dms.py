@@ -51,7 +51,7 @@ from training.options import (
 )
 from training.rows import ReasonerRows, Row, Rows
 from training.run import Run
-from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, unstacked
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter
 
 BLOCK = 512  # tokens whose logits are in memory at once
 BETAS = (0.9, 0.95)  # of Adam
@@ -355,7 +355,7 @@ def adapter_of(
         window=settings.window,
         target_cr=target,
         kept_fraction=found.kept_fraction,
-        tensors=unstacked(retrofit.tensors()),
+        tensors=DmsAdapter.unstacked(retrofit.tensors()),
         alpha_scale=settings.alpha_scale,
         alpha_offset=settings.alpha_offset,
         shift=SHIFT,

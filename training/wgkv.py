@@ -41,7 +41,7 @@ from training.rows import ReasonerRows, Row, Rows
 from training.run import Run
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate
-from vllm_kvpolicy.policies.admissions.wgkv import Gates, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv import Gates
 
 LEAST = 1e-3  # smallest gate in a logarithm; there is no gradient below it
 EXPANSION = {"llama": 4.0, "qwen3": 1.5}  # hidden units per channel of a head
@@ -356,7 +356,7 @@ def gates_of(
         sinks=run.sinks,
         sparsity_weight=run.sparsity_weight,
         kept_fraction=found.kept_fraction,
-        tensors=unstacked(weights.tensors()),
+        tensors=Gates.unstacked(weights.tensors()),
     )
 
 

@@ -32,7 +32,7 @@ from support.made_patterns import write_pattern
 from support.made_surrogates import CENTRE, write_surrogate
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
-from vllm_kvpolicy.policies.admissions.wgkv import Gates, full_name
+from vllm_kvpolicy.policies.admissions.wgkv import Gates
 
 LAYERS, HEADS, DIM, HIDDEN, WINDOW, SINKS = 2, 2, 32, 64, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
@@ -123,7 +123,7 @@ class Words:
         sizes = {"window": WINDOW, "sinks": SINKS, "rope_theta": 1e4}
         self.gates = make_gates(LAYERS, HEADS, DIM, 6, **sizes)
         for layer in range(LAYERS if bias is not None else 0):
-            self.gates.tensors[full_name(layer, "conv2.bias")].fill_(bias)
+            self.gates.tensors[Gates.full_name(layer, "conv2.bias")].fill_(bias)
         folder.mkdir(exist_ok=True)
         self.gates.save(folder / "gates.safetensors")
         # A linear surrogate goes with open and shut gates.

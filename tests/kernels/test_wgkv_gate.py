@@ -16,7 +16,7 @@ from vllm_kvpolicy.kernels.wgkv_gate import (
     gate_cached,
     paged_gates,
 )
-from vllm_kvpolicy.policies.admissions.wgkv import NAMES, full_name, load
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
 CASES = ("llama_a", "llama_b", "qwen3_a", "qwen3_b")
@@ -43,7 +43,8 @@ def weights_of(golden: dict[str, np.ndarray], case: str) -> GateWeights:
     p = params(golden, case)
     heads, channels = int(p["H"]), int(p["d"])
     tensors = {
-        field: array(golden, case, full_name(0, name)) for name, field in NAMES.items()
+        field: array(golden, case, Gates.full_name(0, name))
+        for name, field in Gates.NAMES.items()
     }
     tensors["first"] = tensors["first"].view(heads, -1, 2 * channels)
     for field in ("first_bias", "second"):
@@ -59,7 +60,7 @@ def by_hand(golden: dict[str, np.ndarray], case: str, head: int, token: int) -> 
     """One gate in plain Python, from the arrays as they are stored."""
 
     def read(name: str) -> np.ndarray:
-        return golden[f"{case}|{full_name(0, name)}"].astype(float)
+        return golden[f"{case}|{Gates.full_name(0, name)}"].astype(float)
 
     channels = int(params(golden, case)["d"])
     features = []
@@ -132,7 +133,7 @@ def test_cached_keys_are_enough(golden: dict[str, np.ndarray], case: str) -> Non
 def test_a_released_file_gives_these_values(
     golden: dict[str, np.ndarray], case: str, tmp_path: Path
 ) -> None:
-    names = [full_name(0, name) for name in NAMES]
+    names = [Gates.full_name(0, name) for name in Gates.NAMES]
     path = tmp_path / "gates.pt"
     torch.save({name: array(golden, case, name) for name in names}, path)
     weights = GateWeights(**load(path).stacked()).layer(0)

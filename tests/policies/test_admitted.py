@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, SIZE, make_inputs
 from support.made_gates import make_gates
@@ -33,18 +34,18 @@ class Fixed:
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold
-        self.asked: list[torch.Tensor] = []
+        self.asked: list[Tensor] = []
 
     def check_model(self, model: ModelShape) -> None:
         if model.num_layers == 7:
             raise ValueError("seven")
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         self.asked.append(token)
         return token / inputs.must_keep.shape[-1]
 
 
-def remembered(inputs: EventInputs, gates: torch.Tensor) -> EventInputs:
+def remembered(inputs: EventInputs, gates: Tensor) -> EventInputs:
     """All gates of earlier tokens are known."""
     return replace(inputs, memory={**inputs.memory, MEMORY: gates})
 
@@ -155,7 +156,7 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
     sizes = []
     some = wgkv_gate._some
 
-    def counted(keys: PagedTokens, part: torch.Tensor, *others: Any) -> torch.Tensor:
+    def counted(keys: PagedTokens, part: Tensor, *others: Any) -> Tensor:
         sizes.append(part.shape[-1])
         return some(keys, part, *others)
 

@@ -1,6 +1,6 @@
 """What every allocator must do, whatever the scores."""
 
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -30,12 +30,17 @@ EQUAL = [name for name in NAMES if not ALLOCATORS[name].ragged]
 KINDS = ("random", "ties", "flat", "special")
 
 
-def build(name: str, **options: Any) -> BaseAllocator:
-    return ALLOCATORS[name].build(options)
+@pytest.fixture(params=NAMES)
+def allocator(request: pytest.FixtureRequest) -> BaseAllocator:
+    return ALLOCATORS[request.param].build({})
 
 
-def event(allocator: BaseAllocator, **changes: Any) -> EventInputs:
-    return make_inputs(allocator.needs, **changes)
+@pytest.fixture
+def inputs(allocator: BaseAllocator) -> EventInputs:
+    return make_inputs(allocator.needs)
+
+
+these = partial(pytest.mark.parametrize, "allocator", indirect=True)
 
 
 @settings(max_examples=trials(100), deadline=None, derandomize=True)
@@ -44,13 +49,13 @@ def event(allocator: BaseAllocator, **changes: Any) -> EventInputs:
 def test_keeps_its_total_and_the_must_keep_set(
     name: str, data: st.DataObject, kind: str, seed: int
 ) -> None:
-    allocator = build(name)
+    allocator = ALLOCATORS[name].build({})
     held = st.lists(st.integers(20, 64), min_size=2, max_size=2)
     lengths = [[data.draw(held) for _ in range(LAYERS)] for _ in range(2)]
     shortest = min(min(layer) for part in lengths for layer in part)
     budget = data.draw(st.integers(1, shortest))
     local = data.draw(st.lists(st.integers(0, 30), min_size=2, max_size=2))
-    inputs = event(allocator, lengths=lengths, local=local, width=64)
+    inputs = make_inputs(allocator.needs, lengths=lengths, local=local, width=64)
     score = make_score(kind, inputs.must_keep.shape, seed)
     got = choose(allocator, score, inputs, budget)
     assert got.keep.shape == got.score.shape == inputs.must_keep.shape
@@ -68,22 +73,18 @@ def test_keeps_its_total_and_the_must_keep_set(
         assert (count.sum(-1) == budget * HEADS).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_without_a_bound_all_is_kept(name: str) -> None:
-    allocator = build(name)
-    inputs = event(allocator)
+def test_without_a_bound_all_is_kept(
+    allocator: BaseAllocator, inputs: EventInputs
+) -> None:
     score = make_score("special", inputs.must_keep.shape)
     assert torch.equal(choose(allocator, score, inputs, TOKENS).keep, inputs.valid)
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
 @pytest.mark.parametrize("e", range(EVENTS))
-@pytest.mark.parametrize("name", NAMES)
 def test_an_event_does_not_depend_on_neighbours_or_padding(
-    name: str, e: int, kind: str
+    allocator: BaseAllocator, inputs: EventInputs, e: int, kind: str
 ) -> None:
-    allocator = build(name)
-    inputs = event(allocator)
     score = make_score(kind, inputs.must_keep.shape)
     score = score.masked_fill(~inputs.valid, torch.nan)
     batch = choose(allocator, score, inputs, 70)
@@ -96,20 +97,17 @@ def test_an_event_does_not_depend_on_neighbours_or_padding(
     assert torch.equal(choose(allocator, high, inputs, 70).keep, batch.keep)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nan_is_minus_infinity(name: str) -> None:
-    allocator = build(name)
-    inputs = event(allocator)
+def test_nan_is_minus_infinity(allocator: BaseAllocator, inputs: EventInputs) -> None:
     score = make_score("special", inputs.must_keep.shape)
     clean = score.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     got = choose(allocator, score, inputs, 70).keep
     assert torch.equal(got, choose(allocator, clean, inputs, 70).keep)
 
 
-@pytest.mark.parametrize("name", ["", "adakv", "pyramid", "chunk", "hard"])
-def test_of_equal_scores_the_later_position_wins(name: str) -> None:
-    allocator = build(name)
-    inputs = event(allocator)
+@these(["", "adakv", "pyramid", "chunk", "hard"])
+def test_of_equal_scores_the_later_position_wins(
+    allocator: BaseAllocator, inputs: EventInputs
+) -> None:
     score = make_score("flat", inputs.must_keep.shape)
     keep = choose(allocator, score, inputs, 70).keep
     dropped = inputs.valid & ~keep
@@ -119,10 +117,10 @@ def test_of_equal_scores_the_later_position_wins(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
-@pytest.mark.parametrize("name", ["", "adakv", "chunk", "strat"])
-def test_a_larger_budget_drops_nothing_more(name: str, kind: str) -> None:
-    allocator = build(name)
-    inputs = event(allocator)
+@these(["", "adakv", "chunk", "strat"])
+def test_a_larger_budget_drops_nothing_more(
+    allocator: BaseAllocator, inputs: EventInputs, kind: str
+) -> None:
     score = make_score(kind, inputs.must_keep.shape)
     kept = [
         choose(allocator, score, inputs, budget).keep for budget in range(51, SHORTEST)
@@ -131,10 +129,7 @@ def test_a_larger_budget_drops_nothing_more(name: str, kind: str) -> None:
         assert (more | ~fewer).all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_inputs_stay_as_they_are(name: str) -> None:
-    allocator = build(name)
-    inputs = event(allocator)
+def test_inputs_stay_as_they_are(allocator: BaseAllocator, inputs: EventInputs) -> None:
     score = make_score("ties", inputs.must_keep.shape)
     before = (score.clone(), inputs.must_keep.clone(), inputs.lengths.clone())
     choose(allocator, score, inputs, 70)

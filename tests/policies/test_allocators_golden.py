@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.golden import Golden
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
@@ -26,7 +27,7 @@ def cases(golden: Golden, kind: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def layer_of(score: np.ndarray) -> tuple[torch.Tensor, EventInputs]:
+def layer_of(score: np.ndarray) -> tuple[Tensor, EventInputs]:
     """Scores [1, 1, H, T] of one layer and an event that nothing must be kept of."""
     rows = torch.from_numpy(score)[None, None]
     held = torch.full(rows.shape[:3], rows.shape[3])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from support import brute_ams
 from support.sweeps import trials
@@ -15,26 +16,11 @@ DEFAULT = PRESETS["default"]
 KINDS = ("random", "sinky", "zeros", "one_hot", "flat", "ties", "nan")
 
 
-def of_table(
-    mass: float,
-    low: int,
-    high: int,
-    quota: int,
-    decay: float,
-    mix: float,
-    **others: Any,
-) -> AMSConfig:
-    """A configuration in the order of the paper's Table 15."""
-    names = "segment_mass", "min_segment", "max_segment", "min_quota"
-    values = zip(names, (mass, low, high, quota), strict=True)
-    return AMSConfig(**dict(values), ema_decay=decay, ema_mix=mix, **others)
-
-
 def changed(config: AMSConfig, **values: Any) -> AMSConfig:
     return AMSConfig(**{**config.model_dump(), **values})
 
 
-def make_usage(kind: str, rows: int, tokens: int, seed: int) -> torch.Tensor:
+def make_usage(kind: str, rows: int, tokens: int, seed: int) -> Tensor:
     """[rows, tokens] float32 of a kind that strains one part of the algorithm."""
     generator = torch.Generator().manual_seed(seed)
     base = torch.rand(rows, tokens, generator=generator) ** 4
@@ -216,8 +202,10 @@ def test_the_example_of_the_module() -> None:
 
 def test_presets() -> None:
     default, paper, code = (PRESETS[name] for name in ("default", "paper", "code"))
-    assert default == of_table(0.1, 16, 256, 1, 0.9, 0.9)
+    table = {"segment_mass": 0.1, "min_segment": 16, "max_segment": 256, "min_quota": 1}
+    assert default == AMSConfig(**table, ema_decay=0.9, ema_mix=0.9)
     assert (default.sinks, default.recent) == (4, 32)
     assert (default.window, default.pool_kernel, default.suffix_pad) == (32, 5, "max")
     assert paper == default.model_copy(update={"window": 128})
-    assert code == of_table(0.02, 32, 1024, 8, 0.8, 0.7)
+    table = {"segment_mass": 0.02, "min_segment": 32, "max_segment": 1024}
+    assert code == AMSConfig(**table, min_quota=8, ema_decay=0.8, ema_mix=0.7)

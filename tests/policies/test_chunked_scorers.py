@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -13,11 +14,7 @@ from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.options import MOST_TOKENS
 from vllm_kvpolicy.policies.ranks import ONE_RANK
-from vllm_kvpolicy.policies.scorers.epikv import (
-    LagScorer,
-    best_of_segments,
-    lag_spread,
-)
+from vllm_kvpolicy.policies.scorers.epikv import LagScorer, best_of_segments, lag_spread
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 
 SCORERS = {"keydiff": KeyDiffScorer(), "lag-kv": LagScorer(16)}
@@ -26,7 +23,7 @@ VALID = torch.ones_like(SCORE, dtype=torch.bool)
 FLAT, HELD = SCORE.flatten(0, 1), VALID.flatten(0, 1)
 STATES = SCORE[None, ..., None] * torch.arange(1, 9)
 # What is computed of chunks that an option gives the length of.
-MEASURES: dict[str, Callable[[int], torch.Tensor]] = {
+MEASURES: dict[str, Callable[[int], Tensor]] = {
     "chunk": lambda length: ChunkAllocator(chunk_length=length)._chunk_ranks(
         SCORE[None], VALID[None], ONE_RANK
     ),
@@ -54,8 +51,8 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @pytest.mark.parametrize("name", SCORERS)

@@ -5,12 +5,11 @@ from typing import get_args
 
 import pytest
 import torch
+from torch import Tensor
 
-from support.epikv_trace import scores_from_hidden
 from support.event_inputs import LENGTHS, make_inputs, one_event
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
-from vllm_kvpolicy.policies.scorers._signals import signals_from_hidden
 from vllm_kvpolicy.policies.scorers.epikv import MIXES, Mix
 from vllm_kvpolicy.policies.words import BaseScorer
 
@@ -40,7 +39,7 @@ def events(scorer: BaseScorer, seed: int = 0) -> EventInputs:
     return replace(inputs, signals=signals, prompt_lengths=prompts)
 
 
-def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def score(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     result = scorer.score(inputs, None)
     assert result.shape == inputs.must_keep.shape
     assert result.dtype == torch.float32
@@ -100,25 +99,6 @@ def test_prompts_can_be_scored_like_answers(variant: str) -> None:
     assert not torch.equal(plain[inputs.valid], want[inputs.valid])
 
 
-@pytest.mark.parametrize("variant", STEP_VARIANTS)
-def test_hidden_states_of_a_whole_trace(variant: str) -> None:
-    """The prompt has no part in what generated tokens score."""
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(32, 90, 8, generator=generator)
-    scorer = build(variant=variant)
-    inputs = events(scorer)
-    inputs = replace(
-        one_event(inputs, 0, 80),
-        lengths=torch.full((1, 2, 2), 80),
-        end=torch.tensor([90]),
-        positions=torch.arange(10, 90).expand(1, 2, 2, 80),
-        signals=signals_from_hidden(scorer.needs.signals, hidden),
-        prompt_lengths=torch.tensor([10]),
-    )
-    want = scores_from_hidden(hidden[:, 9:], MIXES[variant])
-    assert torch.equal(score(scorer, inputs)[0, 1, 1], want)
-
-
 def test_segments_put_their_best_first() -> None:
     plain, segments = build(), build(variant="segment", epikv_chunk=16)
     inputs = events(segments)
@@ -143,7 +123,7 @@ def test_a_lag_chunk_is_scaled_by_the_one_before(event: int) -> None:
     held = torch.tensor(LENGTHS[event])
     want = torch.zeros(int(held.max()))
     for states in (inputs.keys, inputs.values):
-        spreads: list[list[torch.Tensor]] = [[] for _ in want]
+        spreads: list[list[Tensor]] = [[] for _ in want]
         for head in range(held.shape[1]):
             mean = torch.stack(
                 [

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.brute_ams import best
 from support.event_inputs import (
@@ -32,7 +33,7 @@ def hard(
     return ALLOCATORS["hard"].build({"window": WINDOW, **named})
 
 
-def case(**changes: Any) -> tuple[torch.Tensor, EventInputs]:
+def case(**changes: Any) -> tuple[Tensor, EventInputs]:
     """Scores, and an event whose heads attend more or less sharply."""
     inputs = make_inputs(hard().needs, **changes)
     sharpness = torch.linspace(0.3, SHARP, LAYERS * HEADS).view(LAYERS, HEADS, 1, 1)
@@ -52,7 +53,7 @@ def nuclei(inputs: EventInputs, at: tuple[int, int, int], mass: float) -> list[l
         probs = torch.softmax((group @ keys.T).amax(0) * inputs.scale, 0)
         best_first = probs.sort(descending=True)
         total, row = 0.0, []
-        for prob, i in zip(*map(torch.Tensor.tolist, best_first), strict=True):
+        for prob, i in zip(*map(Tensor.tolist, best_first), strict=True):
             if total < mass:
                 total, row = total + prob, [*row, i]
         found.append(row)
@@ -76,13 +77,7 @@ def test_unbounded_heads_keep_their_candidates() -> None:
 
 def test_by_their_own_attention_heads_keep_what_got_a_vote() -> None:
     score, inputs = case()
-    allocator = hard(
-        p=0.6,
-        lower=0.0,
-        upper=9.0,
-        order="attention",
-        mode="dynamic",
-    )
+    allocator = hard(p=0.6, lower=0.0, upper=9.0, order="attention", mode="dynamic")
     got = choose(allocator, score, inputs, TOKENS)
     for at in ROWS:
         rows = nuclei(inputs, at, 0.6)

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.event_inputs import (
-    EVENTS,
-    GROUP,
-    ROWS,
-    TOKENS,
-    make_inputs,
-    one_event,
-)
+from support.event_inputs import EVENTS, GROUP, ROWS, TOKENS, make_inputs, one_event
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.allocators.hard import choose_merge, pair_up

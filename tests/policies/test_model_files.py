@@ -6,7 +6,7 @@ it has alone.
 
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from support.calibration_files import make_calibration
 from support.made_adapters import make_adapter
@@ -36,12 +37,26 @@ class Kind:
         load: of the module.
         format_name: what the header begins with.
         model: what `check_model` takes of a model that fits.
+        save: writes what a file is made of.
     """
 
     made: Any
     load: Callable[[Path], Any]
-    format_name: str
-    model: dict[str, Any]
+    format_name: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    save: Callable[[Any, Path], None] = lambda made, path: made.save(path)
+
+
+def save_released(gates: wgkv.Gates, path: Path) -> None:
+    parameters = {name: torch.nn.Parameter(t) for name, t in gates.tensors.items()}
+    torch.save(parameters, path)
+
+
+def load_released(path: Path) -> wgkv.Gates:
+    released = path.with_suffix(".pt")
+    if path.is_file():
+        path.replace(released)
+    return wgkv.load(released)
 
 
 SIZES = {"num_layers": 3, "num_kv_heads": 2}
@@ -71,9 +86,18 @@ KINDS = {
 }
 
 
+RELEASED = Kind(make_gates(), load_released, save=save_released)
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> Kind:
     return KINDS[request.param]
+
+
+@pytest.fixture(params=[*KINDS, "released"])
+def any_kind(request: pytest.FixtureRequest) -> Kind:
+    """Those that we write, and the one that the authors of WG-KV write."""
+    return KINDS.get(request.param, RELEASED)
 
 
 @pytest.fixture
@@ -100,28 +124,28 @@ def test_a_file_comes_back_as_it_was(path: Path, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1, -100])
-def test_a_truncated_file(path: Path, kind: Kind, kept: int) -> None:
-    kind.made.save(path)
+def test_a_truncated_file(path: Path, any_kind: Kind, kept: int) -> None:
+    any_kind.save(any_kind.made, path)
     path.write_bytes(path.read_bytes()[:kept])
-    assert "expected a" in refused(kind, path)
+    assert "expected a" in refused(any_kind, path)
 
 
-def test_what_is_no_file_of_tensors(path: Path, kind: Kind) -> None:
+def test_what_is_no_file_of_tensors(path: Path, any_kind: Kind) -> None:
     """Nothing in it runs."""
 
     class Trap:
         def __reduce__(self) -> tuple:
             return (Path.touch, (path.with_name("sprung"),))
 
-    refused(kind, path)
+    refused(any_kind, path)
     for write in (pickle.dump, torch.save):
         with path.open("wb") as file:
-            write({**kind.made.tensors, "more": Trap()}, file)
-        assert "expected a" in refused(kind, path)
+            write({**any_kind.made.tensors, "more": Trap()}, file)
+        assert "expected a" in refused(any_kind, path)
     assert not path.with_name("sprung").exists()
-    path.unlink()
+    path.unlink(missing_ok=True)
     path.mkdir()
-    refused(kind, path)
+    refused(any_kind, path)
 
 
 def test_any_other_safetensors_file(path: Path, kind: Kind) -> None:
@@ -139,14 +163,15 @@ def test_another_kind(path: Path) -> None:
     assert told in refused(KINDS["triattention"], path)
 
 
-def test_every_tensor_has_to_be_there_and_fit(path: Path, kind: Kind) -> None:
-    def told(**changed: torch.Tensor) -> str:
-        replace(kind.made, tensors={**others, **changed}).save(path)
-        return refused(kind, path)
+def test_every_tensor_has_to_be_there_and_fit(path: Path, any_kind: Kind) -> None:
+    def told(**changed: Tensor) -> str:
+        changed = {**others, **changed}
+        any_kind.save(replace(any_kind.made, tensors=changed), path)
+        return refused(any_kind, path)
 
-    for key, whole in kind.made.tensors.items():
-        others = {k: t for k, t in kind.made.tensors.items() if k != key}
-        assert f"'{key}'" in told()
+    for key, whole in any_kind.made.tensors.items():
+        others = {k: t for k, t in any_kind.made.tensors.items() if k != key}
+        assert f"'{key}" in told()
         for wrong in (whole[:-1].clone(), whole[..., None].clone(), whole[:0].clone()):
             found, expected = list(wrong.shape), list(whole.shape)
             text = f"shape of {key}: got {found}, expected {expected}"
@@ -154,13 +179,48 @@ def test_every_tensor_has_to_be_there_and_fit(path: Path, kind: Kind) -> None:
                 text = "shape of model.layers."
             assert text in told(**{key: wrong})
         half = f"dtype of {key}: got torch.float16, expected torch.float32"
-        assert half in told(**{key: whole.half()})
+        assert any_kind is RELEASED or half in told(**{key: whole.half()})
         for value in (torch.nan, torch.inf):
             bad = whole.clone()
             bad.view(-1)[-1] = value
             assert f"{key} is finite: got False, expected True" in told(**{key: bad})
-    others = dict(kind.made.tensors)
+    others = dict(any_kind.made.tensors)
     assert "'layers.1.norm'" in told(**{"layers.1.norm": torch.ones(8)})
+
+
+@pytest.mark.parametrize(
+    ("names", "change", "text"),
+    [
+        ("dms wgkv", {"num_layers": 4}, "missing tensors: got ['model.layers.3."),
+        ("dms wgkv", {"num_layers": 2}, "unexpected tensors: got ['model.layers.2."),
+        ("dms wgkv", {"num_layers": 10**12}, "got 1000000000000, expected 'at most "),
+        ("dms wgkv", {"num_layers": 0}, "num_layers: got 0, expected 'at least 1'"),
+        ("dms wgkv", {"window": 0}, "window: got 0, expected 'at least 1'"),
+        ("dms wgkv", {"flavour": "gemma"}, "flavour: got 'gemma', expected 'llama or "),
+        ("dms", {"shift": 2}, "shift: got 2, expected '0 or 1'"),
+        ("dms", {"target_cr": 0.5}, "got 0.5, expected 'a number of at least 1'"),
+        ("dms", {"alpha_scale": 0.0}, "got 0.0, expected 'a number above 0'"),
+        ("dms", {"alpha_offset": torch.nan}, "got nan, expected 'a number'"),
+        ("wgkv", {"rope_theta": torch.nan}, "got nan, expected 'a number above 0'"),
+        ("wgkv", {"sinks": -1}, "sinks: got -1, expected 'at least 0'"),
+        ("wgkv", {"threshold": 1.0}, "got 1.0, expected 'a number from 0 to"),
+    ],
+)
+def test_fields_that_do_not_fit(
+    path: Path, names: str, change: dict[str, Any], text: str
+) -> None:
+    for name in names.split():
+        replace(KINDS[name].made, **change).save(path)
+        told = refused(KINDS[name], path)
+        assert text in told and (next(iter(change)) in told or "tensors" in text)
+
+
+@pytest.mark.parametrize("name", ["dms", "wgkv"])
+def test_stacking_has_an_inverse(name: str) -> None:
+    made = KINDS[name].made
+    again = made.unstacked(made.stacked())
+    assert again.keys() == made.tensors.keys() == made.shapes.keys()
+    assert all(torch.equal(again[key], t) for key, t in made.tensors.items())
 
 
 @pytest.mark.parametrize("name", ["num_layers", "num_kv_heads", "head_dim", "flavour"])

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from support.event_inputs import SHORTEST, make_inputs
 from support.scorer_cases import VARIANTS, case_id
@@ -22,11 +23,11 @@ def loud() -> Any:
     return torch.backends.mkldnn.verbose(torch.backends.mkldnn.VERBOSE_ON)
 
 
-def gelu() -> torch.Tensor:
+def gelu() -> Tensor:
     return F.gelu(torch.ones(3, 5))
 
 
-def product() -> torch.Tensor:
+def product() -> Tensor:
     rows = torch.ones(64, 64, dtype=torch.bfloat16)
     return rows @ rows
 
@@ -38,9 +39,7 @@ def product() -> torch.Tensor:
     ids=["gelu", "product"],
 )
 def test_use_shows(
-    use: Callable[[], torch.Tensor],
-    is_of_onednn: bool,
-    capfd: pytest.CaptureFixture[str],
+    use: Callable[[], Tensor], is_of_onednn: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with loud():
         use()

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from support import brute_ams
 from support.event_inputs import (
@@ -125,7 +126,7 @@ def test_movement_keeps_everything(name: str) -> None:
     assert torch.equal(got.keep, inputs.valid)
 
 
-def survivors(num_events: int) -> tuple[torch.Tensor, torch.Tensor]:
+def survivors(num_events: int) -> tuple[Tensor, Tensor]:
     """Sources and heads [E, 12 * 100], head by head."""
     sources = torch.arange(100).repeat(num_events, 12)
     heads = torch.arange(12).repeat_interleave(100).expand(num_events, -1)

@@ -29,16 +29,6 @@ def test_equals_loops(dtype: torch.dtype) -> None:
             assert got[e, layer, head, t].item() == pytest.approx(want, abs=1e-5)
 
 
-def test_keys_along_the_queries_score_high() -> None:
-    """Filters point away from the queries, so their opposite is what stays."""
-    made = scorer()
-    inputs = events.make_inputs(made.needs)
-    inputs.keys[..., 7, :] = -10 * made.filters
-    inputs.keys[..., 8, :] = 10 * made.filters
-    got = made.score(inputs, None).masked_fill(~inputs.valid, 0)
-    assert (got.argmax(-1) == 7).all() and (got.argmin(-1) == 8).all()
-
-
 def test_filters_of_another_number_of_layers() -> None:
     made = scorer(num_layers=events.LAYERS + 1)
     with pytest.raises(RuntimeError, match="expand"):

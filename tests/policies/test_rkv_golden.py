@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.golden import Golden, params
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
-from vllm_kvpolicy.policies.scorers.rkv import redundancy
 
 GOLDEN = "rkv_original"
 
 SINGLES, CHAINS = 28, 5
 
 
-def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> torch.Tensor:
+def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> Tensor:
     """Score [Hk, T] of keys [Hk, T, D] and queries [Hq, W, D]."""
     num_heads, num_tokens, size = keys.shape
     rows = (1, 1, num_heads, num_tokens)
@@ -37,7 +37,7 @@ def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> torch.T
     return scorer.score(inputs, None)[0, 0]
 
 
-def kept(p: dict[str, float], scores: torch.Tensor) -> np.ndarray:
+def kept(p: dict[str, float], scores: Tensor) -> np.ndarray:
     """Best K - W tokens and the newest W, as token indices [Hk, K]."""
     newest = torch.zeros_like(scores, dtype=torch.bool)
     newest[:, -int(p["W"]) :] = True
@@ -49,16 +49,6 @@ def kept(p: dict[str, float], scores: torch.Tensor) -> np.ndarray:
 def test_golden_file_is_complete(golden: Golden) -> None:
     assert len(golden["single_params"]) == SINGLES
     assert len(golden["chain_params"]) == CHAINS
-
-
-@pytest.mark.parametrize("case", range(SINGLES))
-def test_redundancy(golden: Golden, case: int) -> None:
-    p, keys = params(golden, "single", case), golden[f"s{case:02d}_k"]
-    valid = torch.ones(1, *keys.shape[:2], dtype=torch.bool)
-    got = redundancy(0.5, torch.from_numpy(keys)[None], valid)[0]
-    torch.testing.assert_close(got.sum(-1), torch.ones(len(keys)))
-    want = golden[f"s{case:02d}_sim"]
-    np.testing.assert_allclose(got[:, : -int(p["W"])], want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("case", range(SINGLES))

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.policies.scorers._signals import rolling_mean, rolling_zscore
 
@@ -26,7 +27,7 @@ def by_loop(name: str, row: list[float], first: int, window: int) -> list[float]
     return result
 
 
-def rows(seed: int = 0, size: int = 150) -> torch.Tensor:
+def rows(seed: int = 0, size: int = 150) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(3, size, generator=generator) * 2 + 30
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.event_inputs import (
     EVENTS,
@@ -17,19 +19,39 @@ from support.event_inputs import (
     one_event,
 )
 from support.scorer_cases import CASES, READ_ALL_HEADS, case_id
-from vllm_kvpolicy.policies.base import EventInputs, Policy
+from vllm_kvpolicy.kernels.ranking import leading_run
+from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.words import BaseScorer
 
-Build = Callable[..., Policy]
-Options = dict[str, Any]
 FIELDS = ("keys", "values", "queries")
 # Of the same sums a matrix product may order its own by shape.
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
-every_scorer = pytest.mark.parametrize(("name", "options"), CASES, ids=case_id)
 
 
-def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def label(case: tuple[str, dict[str, Any]]) -> str:
+    return "-".join(map(case_id, case))
+
+
+these = partial(pytest.mark.parametrize, "policy", indirect=True, ids=label)
+
+
+@pytest.fixture(params=CASES, ids=label)
+def policy(request: pytest.FixtureRequest, build: Callable[..., Any]) -> Any:
+    return build(*request.param)
+
+
+@pytest.fixture
+def scorer(policy: Any) -> BaseScorer:
+    return policy.scorer
+
+
+@pytest.fixture
+def inputs(scorer: BaseScorer) -> EventInputs:
+    return make_inputs(scorer.needs)
+
+
+def score(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     """Score, NaN on padding."""
     usage = measure_usage(scorer.needs, inputs)
     got = scorer.score(inputs, usage)
@@ -37,16 +59,13 @@ def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
     return got.masked_fill(~inputs.valid, torch.nan)
 
 
-def check_same(got: torch.Tensor, want: torch.Tensor) -> None:
+def check_same(got: Tensor, want: Tensor) -> None:
     torch.testing.assert_close(got, want, equal_nan=True, **TOLERANCE)
 
 
-@every_scorer
 def test_scores_are_finite_whatever_padding_holds(
-    name: str, options: Options, build: Build
+    scorer: BaseScorer, inputs: EventInputs
 ) -> None:
-    scorer = build(name, options).scorer
-    inputs = make_inputs(scorer.needs)
     got = score(scorer, inputs)
     assert torch.isfinite(got[inputs.valid]).all()
     for fill in (3.0, torch.inf):
@@ -61,13 +80,10 @@ def test_scores_are_finite_whatever_padding_holds(
         )
 
 
-@every_scorer
 @pytest.mark.parametrize("event", range(EVENTS))
 def test_an_event_is_scored_alone(
-    name: str, options: Options, event: int, build: Build
+    scorer: BaseScorer, inputs: EventInputs, event: int
 ) -> None:
-    scorer = build(name, options).scorer
-    inputs = make_inputs(scorer.needs)
     batch = score(scorer, inputs)
     longest = max(max(heads) for heads in LENGTHS[event])
     for width in {longest, min(longest + 5, TOKENS), TOKENS}:
@@ -75,15 +91,9 @@ def test_an_event_is_scored_alone(
         check_same(alone[0], batch[event, ..., :width])
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [case for case in CASES if case not in READ_ALL_HEADS],
-    ids=case_id,
-)
-def test_a_head_is_scored_alone(name: str, options: Options, build: Build) -> None:
+@these([case for case in CASES if case not in READ_ALL_HEADS])
+def test_a_head_is_scored_alone(scorer: BaseScorer, inputs: EventInputs) -> None:
     """What a head gets does not depend on how much the others hold, or what."""
-    scorer = build(name, options).scorer
-    inputs = make_inputs(scorer.needs)
     want = score(scorer, inputs)
     for head in range(HEADS):
         others = torch.arange(HEADS) != head
@@ -100,12 +110,17 @@ def test_a_head_is_scored_alone(name: str, options: Options, build: Build) -> No
         check_same(got[:, :, head], want[:, :, head])
 
 
-@every_scorer
-@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
-def test_broken_numbers_break_no_other_event(
-    name: str, options: Options, broken: float, build: Build
+@these([c for c in CASES if c[0] != "snapmax" and "segment" not in c[1].values()])
+def test_of_what_must_stay_sinks_alone_count(
+    scorer: BaseScorer, inputs: EventInputs
 ) -> None:
-    policy = build(name, options)
+    """Local tokens are scored as others are."""
+    sinks = replace(inputs, must_keep=leading_run(inputs.must_keep))
+    check_same(score(scorer, sinks), score(scorer, inputs))
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_broken_numbers_break_no_other_event(policy: Any, broken: float) -> None:
     inputs = make_inputs(policy.needs)
     read = [field for field in FIELDS if getattr(inputs, field) is not None]
     if not read:
@@ -120,17 +135,13 @@ def test_broken_numbers_break_no_other_event(
         assert torch.equal(keep[1:], want[1:])
 
 
-@every_scorer
-def test_works_in_bfloat16(name: str, options: Options, build: Build) -> None:
-    scorer = build(name, options).scorer
+def test_works_in_bfloat16(scorer: BaseScorer) -> None:
     inputs = make_inputs(scorer.needs, dtype=torch.bfloat16)
     assert torch.isfinite(score(scorer, inputs)[inputs.valid]).all()
 
 
-@every_scorer
 @pytest.mark.parametrize("length", [1, 2, 5])
-def test_short_requests(name: str, options: Options, length: int, build: Build) -> None:
-    scorer = build(name, options).scorer
+def test_short_requests(scorer: BaseScorer, length: int) -> None:
     inputs = make_inputs(
         scorer.needs, lengths=[[[length] * 2] * 2], local=[1], width=8, sinks=0
     )

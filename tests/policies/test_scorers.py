@@ -1,29 +1,24 @@
 """Scorers against their formulas written as loops, on heads of different lengths."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support import event_inputs
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.names import SCORERS
-from vllm_kvpolicy.policies.ranks import ONE_RANK
-from vllm_kvpolicy.policies.scorers.expected import ExpectedAttentionScorer
 from vllm_kvpolicy.policies.scorers.h2o import H2OScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
-from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
 from vllm_kvpolicy.policies.scorers.random import RandomScorer, mix
 from vllm_kvpolicy.policies.scorers.rpc import RPCScorer
-from vllm_kvpolicy.policies.scorers.snapkv import SnapKVScorer
-from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
-from vllm_kvpolicy.policies.scorers.tova import TovaScorer, cross_head_mean
+from vllm_kvpolicy.policies.scorers.tova import TovaScorer
 from vllm_kvpolicy.policies.words import BaseScorer
 
 HEADS, GROUP, SIZE = event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE
@@ -40,7 +35,7 @@ def make_inputs(scorer: BaseScorer, sinks: int = 3) -> EventInputs:
     )
 
 
-def score(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def score(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     usage = measure_usage(scorer.needs, inputs)
     got = scorer.score(inputs, usage)
     assert got.shape == inputs.must_keep.shape and got.dtype == torch.float32
@@ -101,18 +96,6 @@ def test_tova_is_one_row_for_all_heads() -> None:
                 )
 
 
-@pytest.mark.parametrize(("window", "kernel"), [(6, 3), (9, 5)])
-def test_snapkv(window: int, kernel: int) -> None:
-    scorer = SnapKVScorer(window=window, pool_kernel=kernel)
-    inputs = make_inputs(scorer)
-    got = score(scorer, inputs)
-    for e, layer, head, n in rows(inputs):
-        probs = window_probs(inputs, e, layer, head)
-        older = pooled(probs.mean((0, 1))[: n - probs.shape[1]], kernel)
-        want = [*older, *[older.max()] * probs.shape[1]]
-        np.testing.assert_allclose(got[e, layer, head, :n], want, **TOLERANCE)
-
-
 def test_h2o_adds_to_what_tokens_had() -> None:
     scorer = H2OScorer(window=6)
     inputs = make_inputs(scorer)
@@ -155,53 +138,6 @@ def leading(inputs: EventInputs, e: int, layer: int, head: int) -> int:
     return must.index(False) if False in must else len(must)
 
 
-@pytest.mark.parametrize("covariance", [True, False])
-@pytest.mark.parametrize("value_norm", [True, False])
-def test_expected_attention(covariance: bool, value_norm: bool) -> None:
-    scorer = ExpectedAttentionScorer(
-        expected_window=7,
-        n_future=20,
-        covariance=covariance,
-        value_norm=value_norm,
-        epsilon=0.05,
-    )
-    inputs = make_inputs(scorer)
-    got = score(scorer, inputs)
-    frequency = np.array([1e4 ** (-2 * i / SIZE) for i in range(SIZE // 2)])
-
-    def rotation(position: int) -> np.ndarray:
-        """RoPE as a matrix [D, D]."""
-        matrix = np.zeros((SIZE, SIZE))
-        for i, angle in enumerate(position * frequency):
-            j = i + SIZE // 2
-            matrix[i, i] = matrix[j, j] = math.cos(angle)
-            matrix[j, i], matrix[i, j] = math.sin(angle), -math.sin(angle)
-        return matrix
-
-    for e, layer, head, n in rows(inputs):
-        end, first = int(inputs.end[e]), leading(inputs, e, layer, head)
-        if first == n:
-            continue
-        future = sum(rotation(end + j) for j in range(20)) / 20
-        keys = inputs.keys[e, layer, head, first:n].double().numpy()
-        probs = np.zeros(n - first)
-        for g in range(GROUP):
-            rotated = inputs.queries[e, layer, head * GROUP + g].double().numpy()
-            queries = np.stack([rotation(end - 7 + w).T @ rotated[w] for w in range(7)])
-            mean = future @ queries.mean(0)
-            spread = future @ np.cov(queries.T, bias=True) @ future.T
-            logits = keys @ mean * SCALE
-            if covariance:
-                logits = logits + SCALE**2 / 2 * ((keys @ spread) * keys).sum(-1)
-            probs += softmax(logits) / GROUP
-        if value_norm:
-            values = inputs.values[e, layer, head, first:n].double().numpy()
-            probs = (probs + 0.05) * np.linalg.norm(values, axis=-1)
-        row = got[e, layer, head, :n]
-        np.testing.assert_allclose(row[first:], probs, **TOLERANCE)
-        assert (row[:first] == row[first:].max()).all()
-
-
 def test_expected_attention_ignores_queries_before_the_first_token() -> None:
     scorer = SCORERS["expected"].build({"expected_window": 7, "n_future": 20})
     inputs = make_inputs(scorer)
@@ -242,44 +178,10 @@ def test_expected_attention_of_layers_that_rotate_in_other_ways() -> None:
     assert not torch.allclose(got[:, 0], still[:, 0])
 
 
-def score_newest(scorer: BaseScorer, inputs: EventInputs) -> torch.Tensor:
+def score_newest(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
     """Score with more queries given than asked for."""
     assert inputs.queries.shape[-2] > scorer.needs.window_tokens
     return scorer.score(inputs, None)
-
-
-@pytest.mark.parametrize("cross", [True, False])
-def test_lagkv(cross: bool) -> None:
-    lag = 5
-    scorer = LagKVScorer(lag=lag, cross=cross)
-    inputs = make_inputs(scorer)
-    got = score(scorer, inputs)
-
-    def spread(states: np.ndarray) -> np.ndarray:
-        """[blocks - 1, lag] of states [blocks, lag, D]."""
-        out = []
-        for block, following in zip(states, states[1:], strict=False):
-            low, high = following.min(0), following.max(0)
-            std = ((block - low) / (high - low)).std(-1, ddof=1)
-            out.append(softmax(std))
-        return np.array(out)
-
-    for e, layer, head, n in rows(inputs):
-        first = leading(inputs, e, layer, head)
-        blocks = (n - first) // lag
-        want = np.ones(n)
-        if blocks >= 2:
-            cut = slice(first, first + blocks * lag)
-            total = 0
-            for states in (inputs.keys, inputs.values):
-                part = states[e, layer, head, cut].double().numpy()
-                total = total + spread(part.reshape(blocks, lag, SIZE)) / 2
-            if not cross:
-                total = total.argsort(-1).argsort(-1) / lag
-            want[first : first + total.size] = total.flatten()
-        elif n > first:
-            want[first:] = np.arange(n - first) / (n - first)
-        np.testing.assert_allclose(got[e, layer, head, :n], want, **TOLERANCE)
 
 
 def test_lagkv_channels_that_do_not_vary_say_nothing() -> None:
@@ -290,20 +192,6 @@ def test_lagkv_channels_that_do_not_vary_say_nothing() -> None:
     assert torch.isfinite(got).all()
     inputs.values[..., 3] = 2.0
     assert torch.equal(score(scorer, inputs)[inputs.valid], got)
-
-
-def test_keydiff_and_knorm() -> None:
-    inputs = make_inputs(KeyDiffScorer())
-    cosine, length = score(KeyDiffScorer(), inputs), score(KnormScorer(), inputs)
-    for e, layer, head, n in rows(inputs):
-        keys = inputs.keys[e, layer, head, :n].double().numpy()
-        norm = np.linalg.norm(keys, axis=-1)
-        mean = (keys / norm[:, None]).mean(0)
-        want = -(keys @ mean) / norm / np.linalg.norm(mean)
-        np.testing.assert_allclose(
-            cosine[e, layer, head, :n], want, rtol=1e-5, atol=1e-6
-        )
-        np.testing.assert_allclose(length[e, layer, head, :n], -norm, rtol=1e-6)
 
 
 def lowbias32(value: int) -> int:
@@ -335,20 +223,6 @@ def test_random_draws_for_each_token_event_and_seed() -> None:
     later = score(RandomScorer(seed=0), inputs)
     assert (later[0] == got[0]).float().mean() < 0.01
     assert torch.equal(later[1], got[1])
-
-
-def test_streaming_prefers_the_newest() -> None:
-    inputs = make_inputs(StreamingScorer())
-    got = score(StreamingScorer(), inputs)
-    assert got.shape == inputs.must_keep.shape
-    assert (got[..., 1:] > got[..., :-1]).all()
-
-
-def test_cross_head_mean_keeps_the_axis() -> None:
-    rows = torch.rand(2, 3, 8, 5)
-    got = cross_head_mean(rows, ONE_RANK)
-    assert got.shape == (2, 3, 1, 5)
-    torch.testing.assert_close(got[:, :, 0], rows.sum(2) / 8)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.golden import Golden
 from vllm_kvpolicy.kernels.rope import Rope
@@ -48,10 +49,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 
 def event(
-    data: Golden,
-    prefix: str,
-    queries: torch.Tensor | None = None,
-    end: int | None = None,
+    data: Golden, prefix: str, queries: Tensor | None = None, end: int | None = None
 ) -> EventInputs:
     """All tokens of one layer; the first 4 are sinks."""
     keys = torch.from_numpy(data[prefix + "k"])[None, None]

@@ -115,6 +115,8 @@ def test_window_is_what_is_given_or_less(name: str, scorer_options: Options) -> 
         ("rpc", {"kernel": 3}),
         ("rpc", {"sinks": 10}),
         ("rkv", {"kernel": 3}),
+        ("rkv", {"rkv_lambda": 0.4}),
+        ("rkv", {"rkv_threshold": 0.1}),
         ("lagkv", {"lag": 8}),
         ("lagkv", {"lag": 8, "cross": True}),
         ("lagkv", {"lag": 8, "sinks": 0}),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from support.golden import Golden, params
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
@@ -14,14 +15,10 @@ from vllm_kvpolicy.policies.scorers.triattention import TriAttentionScorer
 GOLDEN = "triattention"
 
 ROUNDS = 9
-VARIANTS = {
-    "score_mean": {},
-    "score_mean_nomlr": {"has_mean_length": False},
-    "score_mean_notrig": {"has_direction": False},
-}
+VARIANTS = ("score_mean", "score_mean_nomlr", "score_mean_notrig")
 
 
-def scorer(golden: Golden, case: int, **variant: object) -> TriAttentionScorer:
+def scorer(golden: Golden, case: int, aggregate: str = "max") -> TriAttentionScorer:
     num_layers, num_heads, num_kv_heads, size = map(int, golden["shape"])
     stored = {
         "query_real": "q_mean_real",
@@ -35,7 +32,7 @@ def scorer(golden: Golden, case: int, **variant: object) -> TriAttentionScorer:
     calibration = Calibration(
         "triattention", "", num_layers, num_heads, num_kv_heads, size, 0, 0, tensors
     )
-    return TriAttentionScorer(calibration, **{"aggregate": "max", **variant})
+    return TriAttentionScorer(calibration, aggregate)
 
 
 def event(golden: Golden, case: int) -> EventInputs:
@@ -53,7 +50,7 @@ def event(golden: Golden, case: int) -> EventInputs:
     )
 
 
-def kept(p: dict[str, float], inputs: EventInputs, score: torch.Tensor) -> np.ndarray:
+def kept(p: dict[str, float], inputs: EventInputs, score: Tensor) -> np.ndarray:
     """Best K tokens, the prompt among them, [L, Hk, K]."""
     budget = int(p["K"])
     keep = top_k_mask(score[0], inputs.must_keep[0], inputs.valid[0], budget)
@@ -67,7 +64,13 @@ def test_golden_file_is_complete(golden: Golden) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("case", range(ROUNDS))
 def test_scores_of_query_heads(golden: Golden, case: int, variant: str) -> None:
-    got = scorer(golden, case, **VARIANTS[variant]).per_query_head(event(golden, case))
+    """Of both sums, without |Q| in the second, and without the first."""
+    made = scorer(golden, case)
+    if variant == "score_mean_nomlr":
+        made.by_length += made.query.abs()
+    elif variant == "score_mean_notrig":
+        made.query *= 0
+    got = made.per_query_head(event(golden, case))
     older = got[0, :, :, int(params(golden, "", case)["prefix"]) :]
     want = golden[f"r{case:02d}_{variant}"]
     np.testing.assert_allclose(older, want, rtol=0, atol=2e-4)
@@ -85,19 +88,7 @@ def test_scores_as_shipped(golden: Golden, case: int) -> None:
 @pytest.mark.parametrize("case", range(ROUNDS))
 def test_kept_by_z_scores(golden: Golden, case: int, aggregate: str) -> None:
     inputs = event(golden, case)
-    score = scorer(golden, case, aggregate=aggregate).score(inputs, None)
+    score = scorer(golden, case, aggregate).score(inputs, None)
     got = kept(params(golden, "", case), inputs, score)
     want = golden[f"r{case:02d}_keep_plph_{aggregate}_norm"]
-    np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("aggregate", ["max", "mean"])
-@pytest.mark.parametrize("case", range(ROUNDS))
-def test_kept_by_plain_scores(golden: Golden, case: int, aggregate: str) -> None:
-    inputs = event(golden, case)
-    heads = scorer(golden, case).per_query_head(inputs)
-    grouped = heads.unflatten(2, (inputs.lengths.shape[2], -1))
-    score = grouped.amax(3) if aggregate == "max" else grouped.mean(3)
-    got = kept(params(golden, "", case), inputs, score)
-    want = golden[f"r{case:02d}_keep_plph_{aggregate}_raw"]
     np.testing.assert_array_equal(got, want)

@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
 from support import event_inputs as events
 from support.brute_ams import best
@@ -75,7 +76,7 @@ def test_scores_equal_loops(
 
 
 def trimmed_by_loops(
-    score: torch.Tensor, inputs: EventInputs, event: int, budget: int, share: float
+    score: Tensor, inputs: EventInputs, event: int, budget: int, share: float
 ) -> dict[Row, set[int]]:
     """Drop the lowest share of every head, again and again, as the appendix says."""
     _, layers, heads = inputs.lengths.shape
@@ -119,7 +120,7 @@ class EveryThird(BaseAdmission):
 
     threshold = 2 / 3
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         return torch.full(token.shape, 0.5)
 
 

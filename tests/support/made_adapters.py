@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, unstacked
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter
 
 
 def make_adapter(
@@ -23,7 +23,7 @@ def make_adapter(
         "window": 64,
         "target_cr": 4.0,
         "kept_fraction": 0.25,
-        "tensors": unstacked(weights),
+        "tensors": DmsAdapter.unstacked(weights),
         "alpha_scale": 50.0,
         "alpha_offset": 2.5,
     }

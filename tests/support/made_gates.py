@@ -2,7 +2,7 @@
 
 import torch
 
-from vllm_kvpolicy.policies.admissions.wgkv import Gates, unstacked
+from vllm_kvpolicy.policies.admissions.wgkv import Gates
 
 
 def make_gates(
@@ -34,6 +34,6 @@ def make_gates(
         "sinks": 4,
         "sparsity_weight": 0.16,
         "kept_fraction": 0.25,
-        "tensors": unstacked(weights),
+        "tensors": Gates.unstacked(weights),
     }
     return Gates(**{**values, **fields})

@@ -11,14 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.policies.scorers._signals import TokenSignal
@@ -43,7 +42,7 @@ class Needs:
         signals: what is measured at every token while it is computed.
         memory: names of the float32 values that it keeps per survivor from event to
             event.
-        until: the decisions made while tokens were computed; see `Decider`.
+        until: the decisions made while tokens were computed, see `BaseAdmission`.
         exact: attention follows these decisions, not only events.
     """
 
@@ -85,13 +84,11 @@ class EventInputs:
         end: [E] int64, tokens computed before the event: the newest held token has
             position `end - 1`.
         scale: softmax scale of the model's attention.
-        sink_logits: [L, Hq] float32, of learned sinks, which take part in every
-            softmax of the model; None where it has none.
         keys: [E, L, H, T, D] model dtype, cached post-RoPE keys, plain or on pages, or
             None unless `Needs` asks for them, like all fields below whose type allows
-            None. Values on padding are
-            unspecified. Of an FP8 cache they are what attention reads, rounded when
-            they were stored, unlike `queries`. Read through `given` or `paged`.
+            None. Values on padding are unspecified. Of an FP8 cache they are what
+            attention reads, rounded when they were stored, unlike `queries`. Read
+            through `given` or `paged`.
         values: [E, L, H, T, D] model dtype, cached values; likewise.
         queries: [E, L, Hq, W, D] model dtype, the newest W post-RoPE queries, each at
             its own position, newest last.
@@ -111,49 +108,43 @@ class EventInputs:
         candidates: [E, L, H, T] bool, tokens that an eviction may choose, must-keep
             tokens among them; None for all. Fewer than the budget may be left of a row.
         ranks: for what depends on heads that other ranks have.
+        sink_logits: [L, Hq] float32, of learned sinks, which take part in every
+            softmax of the model; None where it has none.
     """
 
-    lengths: torch.Tensor
-    must_keep: torch.Tensor
-    end: torch.Tensor
+    lengths: Tensor
+    must_keep: Tensor
+    end: Tensor
     scale: float
-    keys: torch.Tensor | PagedTokens | None = None
-    values: torch.Tensor | PagedTokens | None = None
-    queries: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
+    keys: Tensor | PagedTokens | None = None
+    values: Tensor | PagedTokens | None = None
+    queries: Tensor | None = None
+    positions: Tensor | None = None
     rope: Rope | None = None
-    signals: Mapping[TokenSignal, torch.Tensor] | None = None
-    prompt_lengths: torch.Tensor | None = None
-    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    signals: Mapping[TokenSignal, Tensor] | None = None
+    prompt_lengths: Tensor | None = None
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
     fresh_tokens: int = 0
-    until: torch.Tensor | None = None
-    candidates: torch.Tensor | None = None
+    until: Tensor | None = None
+    candidates: Tensor | None = None
     ranks: Ranks = ONE_RANK
-    sink_logits: torch.Tensor | None = None
+    sink_logits: Tensor | None = None
 
     @cached_property
-    def valid(self) -> torch.Tensor:
+    def valid(self) -> Tensor:
         """[E, L, H, T] bool, False on padding."""
         token = torch.arange(self.must_keep.shape[-1], device=self.must_keep.device)
         return token < self.lengths[..., None]
 
     def given(self, name: str) -> Any:
-        """Return an optional field, keys and values as one tensor.
-
-        Raises:
-            ValueError: it was not given.
-        """
+        """Return a field, keys and values as one tensor; ValueError if not given."""
         value = getattr(self, name)
         if value is None:
             raise ValueError(f"{name}: got None, but this policy needs it")
         return value.dense if isinstance(value, PagedTokens) else value
 
     def paged(self, name: str) -> PagedTokens:
-        """Return keys or values on their pages, without a copy.
-
-        Raises:
-            ValueError: they were not given.
-        """
+        """Return keys or values on pages, without a copy; raises as `given`."""
         value = getattr(self, name)
         if isinstance(value, PagedTokens):
             return value
@@ -176,8 +167,8 @@ class Merge:
             to 1; the rest is its partner's.
     """
 
-    partner: torch.Tensor
-    weight: torch.Tensor
+    partner: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -197,19 +188,15 @@ class Decision:
         merge: what survivors take in, None for nothing; needs keys and values.
     """
 
-    keep: torch.Tensor
-    score: torch.Tensor
-    memory: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    notes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    keep: Tensor
+    score: Tensor
+    memory: Mapping[str, Tensor] = field(default_factory=dict)
+    notes: Mapping[str, Tensor] = field(default_factory=dict)
     merge: Merge | None = None
 
 
 class OfModel:
-    """What serves one model: a policy, or a part of one.
-
-    Attributes:
-        consists_of: its own parts.
-    """
+    """What serves one model: a policy, or a part of one, which has parts of its own."""
 
     consists_of: tuple["OfModel", ...] = ()
 
@@ -233,19 +220,15 @@ class Policy(OfModel, ABC):
 
     Attributes:
         needs: what `decide` reads.
-        dynamic: the choice may be smaller than the budget.
+        dynamic: it may choose less than the budget.
     """
 
     needs = Needs()
     dynamic = False
 
     def shuffled(
-        self,
-        pages: torch.Tensor,
-        sources: torch.Tensor,
-        num_tokens: int,
-        seeds: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
         """Return pages and survivors in another order, None to leave them in theirs.
 
         Only policies that test the moving of tokens do.
@@ -271,9 +254,9 @@ class LoadedModel:
     Args:
         module: vLLM's model.
         layers: its attention layers in model order.
-        vllm_config: the engine's configuration.
-        device: where its weights are.
-        rope: the model's rotary embedding, None unless a policy asks for it.
+        vllm_config: VllmConfig.
+        device: of the weights.
+        rope: None unless a policy asks for it.
     """
 
     module: nn.Module
@@ -291,40 +274,3 @@ class LoadedModel:
     def step_tokens(self) -> int:
         """Most tokens of a step, padding included."""
         return self.vllm_config.scheduler_config.max_num_batched_tokens
-
-
-class Decider(Protocol):
-    """Decides, while tokens are computed, which ones stay after the window.
-
-    Attributes:
-        window: queries that always see a token, its own included.
-        shift: the token at t decides on the one at t - shift, 0 or 1.
-        nbytes: bytes of device memory, once it is attached.
-    """
-
-    window: int
-    shift: int
-    nbytes: int
-
-    def attach(self, model: LoadedModel) -> None:
-        """Hook the loaded model.
-
-        Raises:
-            ValueError: the model is not one that it can hook.
-        """
-        ...
-
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
-        """Return the decisions of a layer's new tokens.
-
-        Args:
-            layer: index of the layer in model order.
-            key: [T, H, D] model dtype, post-RoPE.
-            positions: [T] int64.
-
-        Returns:
-            [T, H], keep or drop the token at t - shift.
-        """
-        ...

@@ -7,9 +7,9 @@ in the header; they cannot run code.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
@@ -21,19 +21,13 @@ DESCRIPTION = "the model's query statistics, from `python -m training {}` in a c
 
 @dataclass(frozen=True)
 class Calibration(ModelFile):
-    """Statistics of a model's queries.
+    """Statistics of a model's queries; sizes are those of `ModelShape`.
 
     Args:
         kind: "triattention" or "qfilter".
         model: name of the model, as it was given.
-        num_layers: L, attention layers.
-        num_heads: Hq, query heads per layer.
-        num_kv_heads: H, KV heads per layer.
-        head_dim: D, channels per head.
         rope_theta: base of the rotary embedding.
         num_tokens: tokens that the statistics were made from.
-        tensors: float32 by name, see `shapes`.
-        path: where it was read from, for errors.
     """
 
     NAME = "calibration"
@@ -47,7 +41,7 @@ class Calibration(ModelFile):
     head_dim: int
     rope_theta: float
     num_tokens: int
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     path: str | Path = ""
 
     @property
@@ -65,11 +59,7 @@ class Calibration(ModelFile):
 
 
 def load(path: str | Path, kind: str) -> Calibration:
-    """Read a calibration file.
-
-    Args:
-        path: the file.
-        kind: what it has to hold.
+    """Read a calibration file of a kind.
 
     Raises:
         ValueError: naming the file, the key, and what was found and expected there.
@@ -83,24 +73,23 @@ def load(path: str | Path, kind: str) -> Calibration:
 
 
 class CalibratedScorer(BaseScorer):
-    """A scorer that reads the file which an option names, KIND_calibration.
-
-    Attributes:
-        kind: what the file has to hold.
-    """
+    """A scorer that reads a calibration of `kind` from its option KIND_calibration."""
 
     fitted = True
     kind: ClassVar[str]
     calibration: Calibration
 
     @classmethod
+    def from_options(cls, **options: Any) -> Self:
+        calibration = load(options.pop(f"{cls.kind}_calibration"), cls.kind)
+        return cls(calibration, **options)  # type: ignore[call-arg]
+
+    @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check that the calibration fits the model; see `Word`."""
         key = f"{cls.kind}_calibration"
         with model_files.errors_name(key):
             found = load(getattr(options, key), cls.kind)
             found.fits(**vars(ModelShape.of(vllm_config)))
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the calibration fits the model; see `OfModel`."""
         self.calibration.fits(**vars(model))

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
-from typing import Any, cast
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, window_usage
-from vllm_kvpolicy.policies.base import Decider, Decision, EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.names import ResolvedPolicy, parse, resolve
 from vllm_kvpolicy.policies.words import BaseAdmission, BaseAllocator, BaseScorer, Word
 
@@ -32,12 +33,7 @@ class KeepAll(Policy, Word):
 
 
 class ComposedPolicy(Policy):
-    """Measures the window's attention once, then scores, then allocates.
-
-    Args:
-        scorer: says how important each token is.
-        allocator: says how the budget is spent.
-    """
+    """Measures the window's attention once, then scores, then allocates."""
 
     def __init__(self, scorer: BaseScorer, allocator: BaseAllocator) -> None:
         self.scorer = scorer
@@ -50,12 +46,9 @@ class ComposedPolicy(Policy):
         self.dynamic = allocator.dynamic
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
-        """Choose `budget` tokens per row.
+        """Choose `budget` tokens per row, must-keep tokens included.
 
-        Args:
-            inputs: the events; every request holds at least `budget` tokens per head
-                on average, unless the policy is dynamic.
-            budget: K, tokens per KV head, must-keep tokens included.
+        Every request holds that many per head on average, unless this is dynamic.
 
         Raises:
             ValueError: keys or queries missing that the policy declared, or a budget
@@ -81,11 +74,7 @@ class ComposedPolicy(Policy):
 def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
     """Measure the attention of the newest `needs.window_tokens` queries.
 
-    Returns:
-        None if `needs` asks for no usage.
-
-    Raises:
-        ValueError: keys or queries missing.
+    Returns None if `needs` asks for no usage; raises as `EventInputs.given`.
     """
     if not needs.usage:
         return None
@@ -110,10 +99,6 @@ class AdmittedPolicy(Policy):
     K.1 is `trim-snapmax`. Deviations: tokens leave the window at events, not one by
     one; heads are filled up to whole pages with refused tokens, best first, which the
     next event may drop.
-
-    Args:
-        admission: the gates.
-        eviction: chooses within the budget; None for no budget.
     """
 
     dynamic = True
@@ -128,9 +113,9 @@ class AdmittedPolicy(Policy):
             self.needs |= eviction.needs
 
     @property
-    def decider(self) -> Decider | None:
+    def decider(self) -> BaseAdmission | None:
         """What decides while tokens are computed; None where gates wait for events."""
-        return cast(Decider, self.admission) if self.needs.until else None
+        return self.admission if self.needs.until else None
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Keep admitted and must-keep tokens; at most `budget` where there is one."""
@@ -151,7 +136,7 @@ class AdmittedPolicy(Policy):
             notes={**chosen.notes, **notes},
         )
 
-    def _gates(self, inputs: EventInputs) -> torch.Tensor:
+    def _gates(self, inputs: EventInputs) -> Tensor:
         """Return [E, L, H, T] float32 gates, new tokens' evaluated, others' remembered.
 
         What is remembered comes first in a row: survivors, then local tokens of the
@@ -170,11 +155,7 @@ class AdmittedPolicy(Policy):
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Build a policy by name, without a server.
-
-    Args:
-        name: see `policies.names`.
-        options: `--kv-policy-config` as the user gave it; None is empty.
+    """Build a policy by name and `--kv-policy-config`, without a server.
 
     Raises:
         ValueError: an unknown name, an unknown option, or a value outside its range.

@@ -7,19 +7,14 @@ torch.compile traces them and a captured graph replays them.
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from vllm.utils.torch_utils import direct_register_custom_op
 
 _LIBRARY = torch.library.Library("vllm_kvpolicy", "FRAGMENT")
 
 
 def custom_op(name: str, mutated: list[str]) -> Callable[[Callable], Callable]:
-    """Make a function that writes to some of its arguments the op `name` as well.
-
-    Args:
-        name: below `torch.ops.vllm_kvpolicy`.
-        mutated: the arguments that it writes to.
-    """
+    """Make a function that writes to arguments, `mutated`, an op of `vllm_kvpolicy`."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         direct_register_custom_op(
@@ -35,37 +30,29 @@ def custom_op(name: str, mutated: list[str]) -> Callable[[Callable], Callable]:
 
 
 class Buffers(nn.Module):
-    """Holds the tensors of a hook.
+    """Holds the tensors of a hook, by name.
 
     A submodule of the module that is hooked: compiled code that vLLM saves and loads
     again finds a module's buffers by their names, but loses tensors that a hook closes
     over.
-
-    Args:
-        **tensors: buffers by name.
     """
 
-    def __init__(self, **tensors: torch.Tensor) -> None:
+    def __init__(self, **tensors: Tensor) -> None:
         super().__init__()
         for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
 
 
 class HeadLogits(Buffers):
-    """Holds the logits of a layer's new tokens, and what they are computed with.
+    """Holds `logits` [step_tokens, H] float32 of a layer, and what they come from."""
 
-    Args:
-        logits: [step_tokens, H] float32.
-        **tensors: further buffers, by name.
-    """
-
-    def forward(self, values: torch.Tensor) -> None:
+    def forward(self, values: Tensor) -> None:
         """Write [T, H] values."""
         torch.ops.vllm_kvpolicy.note_head_values(values, self.logits)
 
 
 @custom_op("note_head_values", ["noted"])
-def _note_head_values(values: torch.Tensor, noted: torch.Tensor) -> None:
+def _note_head_values(values: Tensor, noted: Tensor) -> None:
     """Copy values [T, H] to the first rows of `noted` [>= T, H] float32."""
     noted[: len(values)] = values
 
@@ -93,10 +80,6 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 def attention_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the module around each attention layer: projections, norms, rotation.
-
-    Args:
-        model: the loaded model.
-        layers: vLLM's attention layers in model order.
 
     Raises:
         ValueError: one of them is not an `attn` of a module.

@@ -63,11 +63,9 @@ class Words(Mapping[str, Any]):
         return _defined_in(self._files[word])
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the words of this package."""
         return iter(self._files)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._files)
 
     def __contains__(self, word: object) -> bool:
@@ -136,8 +134,7 @@ def architectures() -> dict[str, str]:
 def installed() -> Mapping[str, EntryPoint]:
     """Return the entry points of users' own words, by name; imports none of them.
 
-    Raises:
-        ValueError: a name that is taken, or that no policy's name can have.
+    Raises ValueError for a name that is taken, or that no policy's name can have.
     """
     found: dict[str, EntryPoint] = {}
     taken = {*SCORERS, *ALLOCATORS, *ADMISSIONS, *SELECTIONS, *TESTS, "none"}
@@ -155,11 +152,7 @@ def installed() -> Mapping[str, EntryPoint]:
 
 @cache
 def _own(word: str, base: Word) -> Word:
-    """Import a user's own word, and check that it can be one.
-
-    Raises:
-        ValueError: naming the word, what was found and what is expected.
-    """
+    """Import a user's own word; ValueError says what it is where it cannot be one."""
     place = EntryPoint(word, word, GROUP) if ":" in word else installed()[word]
     got, kind = f"got {shown(word)}", f"a subclass of {base.__module__}.{base.__name__}"
     try:
@@ -182,9 +175,8 @@ def _own(word: str, base: Word) -> Word:
 def _check_own(got: str, word: Word) -> None:
     """Check what a user's own word says about itself.
 
-    Raises:
-        ValueError: an attribute is of another kind, or an option has a name that means
-            something for all policies.
+    Raises ValueError for an attribute of another kind, or an option with a name that
+    means something for all policies.
     """
     options: Any = word.Options
     base = import_module(f"{_ROOM}.options").BaseOptions
@@ -220,10 +212,9 @@ def keeps_all(name: str) -> bool:
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """What a name means: the classes of its words.
+    """What a name, as given, means: the classes of its words.
 
     Args:
-        name: the name as given.
         admission: None for none.
         scorer: None where nothing is evicted.
         allocator: every scorer has one.
@@ -307,11 +298,7 @@ class PolicyInfo:
         return None if self.whole is None else self.whole.placement
 
     def window_tokens(self, options: Mapping[str, Any]) -> int:
-        """Return how many queries are captured before an event.
-
-        Args:
-            options: resolved options; a missing one takes its default.
-        """
+        """Return how many queries are captured before an event."""
         return max(word.window_tokens(options) for word in self.parts)
 
     def is_ragged(self, options: Mapping[str, Any]) -> bool:
@@ -320,24 +307,14 @@ class PolicyInfo:
         return is_ragged or bool(options.get("ragged", False))
 
     def is_dynamic(self, options: Mapping[str, Any]) -> bool:
-        """Return whether the text decides how much it keeps, up to the budget.
-
-        Args:
-            options: resolved options.
-        """
-        return self.admission is not None or any(
-            word.is_dynamic(options) for word in self.parts
-        )
+        """Return whether the text decides how much it keeps, up to the budget."""
+        is_dynamic = any(word.is_dynamic(options) for word in self.parts)
+        return is_dynamic or self.admission is not None
 
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy with its options; made once per process, shared by requests.
-
-    Args:
-        info: what its name means.
-        options: a value for every key that it reads.
-    """
+    """A policy with a value for every option that it reads; requests share it."""
 
     info: PolicyInfo
     options: Mapping[str, Any]
@@ -387,9 +364,7 @@ def parts() -> list[str]:
 def grammar(in_full: bool = True) -> str:
     """Say in one sentence which names are valid.
 
-    Args:
-        in_full: with the pairs that are refused, for which allocators are imported, and
-            with installed words.
+    In full it lists installed words and refused pairs, and imports the allocators.
     """
     allocators = ", ".join(filter(None, ALLOCATORS))
     own = "; your own: package.module:Class for a scorer or an allocator"
@@ -443,8 +418,7 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
 def _eviction(name: str, eviction: str, admission: str, key: str) -> dict[str, Any]:
     """Return scorer and allocator of the part of a name that is `[ALLOCATOR-]SCORER`.
 
-    Raises:
-        ValueError: it is not, or its words are not combined with one another.
+    Raises ValueError where it is not, or its words are not combined with one another.
     """
     allocator, _, scorer = eviction.rpartition("-")
     try:
@@ -488,12 +462,7 @@ def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
     For example `ams-tova` with `{"preset": "paper", "min_segment": 8}` has the window
     of 128 queries of its preset, the given 8, and defaults for the rest.
 
-    Args:
-        info: the policy.
-        given: keys and values as the user gave them.
-
-    Raises:
-        ValueError: an unknown key, or a value outside its range.
+    Raises ValueError for an unknown key, or a value outside its range.
     """
     known = info.options
     for key in given:
@@ -511,5 +480,4 @@ def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
 def _preset(info: PolicyInfo, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of the preset that the user named; none for a wrong one."""
     presets = {name: keys for word in info.parts for name, keys in word.presets.items()}
-    chosen = given.get("preset")
-    return presets.get(chosen, {}) if isinstance(chosen, str) else {}
+    return presets.get(str(given.get("preset")), {})

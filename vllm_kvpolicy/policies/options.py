@@ -63,20 +63,12 @@ class BaseOptions(BaseModel):
 
 @dataclass(frozen=True)
 class AtLeast:
-    """A validator: the value reaches that of an earlier field.
-
-    Args:
-        key: name of the earlier field.
-    """
+    """A validator: the value reaches that of an earlier field, `key`."""
 
     key: str
 
     def __call__(self, value: int, info: ValidationInfo) -> int:
-        """Return `value` unless it is below the other field's.
-
-        Raises:
-            ValueError: it is.
-        """
+        """Return `value`; raise ValueError where it is below the other field's."""
         if value < info.data.get(self.key, value):
             raise ValueError
         return value
@@ -102,8 +94,7 @@ class WindowOptions(BaseOptions):
     """The query window, shared by the words that measure attention over it."""
 
     window: Queries = Field(
-        32,
-        description="number of newest queries whose attention is used",
+        32, description="number of newest queries whose attention is used"
     )
 
 
@@ -155,14 +146,6 @@ def valid_range(field: FieldInfo) -> str:
         words = f"{noun} in [{low}, " + (f"{high}]" if end is None else f"{end})")
     keys = [check.key for check in checks if isinstance(check, AtLeast)]
     return words + "".join(f", at least {key}" for key in keys)
-
-
-def default_in_words(field: FieldInfo) -> str:
-    """Describe a field's default for the docs."""
-    if field.is_required():
-        return "required"
-    is_elsewhere = field.default is None and kind_of(field) is not str
-    return "from the file or the model" if is_elsewhere else str(field.default)
 
 
 def kind_of(field: FieldInfo) -> Any:

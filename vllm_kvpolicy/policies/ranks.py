@@ -8,7 +8,7 @@ survivors of any rank take.
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class HeadShard:
         """The first of the rank's KV heads, counted in the whole model."""
         return self.rank * self.num_kv_heads // self.size
 
-    def kv_heads(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    def kv_heads(self, tensor: Tensor, axis: int) -> Tensor:
         """Take the rank's KV heads, a view, of those of the model on `axis`."""
         count = max(1, self.num_kv_heads // self.size)
         return tensor.narrow(axis, self.first_kv_head, count)
 
-    def query_heads(self, tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    def query_heads(self, tensor: Tensor, axis: int) -> Tensor:
         """Take, likewise, the query heads that read the rank's KV heads.
 
         Those are all of a KV head's, also where other ranks compute some of them.
@@ -76,15 +76,15 @@ class Ranks:
     Every rank calls the same methods in the same order, with tensors of one shape.
     """
 
-    def mean(self, values: torch.Tensor) -> torch.Tensor:
+    def mean(self, values: Tensor) -> Tensor:
         """Return the mean over the ranks, floating point."""
         return values
 
-    def most(self, counts: torch.Tensor) -> torch.Tensor:
+    def most(self, counts: Tensor) -> Tensor:
         """Return the largest of the ranks' integers, element by element."""
         return counts
 
-    def queries_of_copies(self, queries: torch.Tensor) -> torch.Tensor:
+    def queries_of_copies(self, queries: Tensor) -> Tensor:
         """Return the queries of all ranks that have copies of this rank's KV head.
 
         Args:

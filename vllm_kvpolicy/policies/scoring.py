@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import DEFAULT_SINKS
 from vllm_kvpolicy.kernels.rope import Rope
@@ -30,13 +31,13 @@ class ScoreOptions(BaseOptions):
 
 def score(
     name: str,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    q: torch.Tensor,
-    positions: torch.Tensor,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    positions: Tensor,
     rope_theta: float,
     **params: Any,
-) -> torch.Tensor:
+) -> Tensor:
     """Score the tokens of one layer.
 
     Args:
@@ -107,9 +108,7 @@ def _tensors_of(needs: Needs) -> tuple[str, ...]:
     return tuple(name for name, what in asked.items() if what)
 
 
-def _rows(
-    k: torch.Tensor, v: torch.Tensor, params: Mapping[str, Any]
-) -> dict[str, Any]:
+def _rows(k: Tensor, v: Tensor, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of an event of one layer whose heads hold all tokens."""
     own = {key: params[key] for key in ScoreOptions.model_fields if key in params}
     sinks = ScoreOptions(**own).sinks
@@ -124,7 +123,7 @@ def _rows(
 
 
 def _history(
-    needs: Needs, k: torch.Tensor, positions: torch.Tensor, params: Mapping[str, Any]
+    needs: Needs, k: Tensor, positions: Tensor, params: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the fields about earlier tokens: the end, memory and signals."""
     fields: dict[str, Any] = {"end": positions[-1:] + 1}
@@ -147,7 +146,7 @@ def _history(
     return fields
 
 
-def _expect(name: str, tensor: torch.Tensor, shape: str, fits: bool) -> None:
+def _expect(name: str, tensor: Tensor, shape: str, fits: bool) -> None:
     if not fits:
         raise ValueError(f"{name}: expected {shape}, got {list(tensor.shape)}")
 
@@ -170,7 +169,7 @@ def _check_params(
             raise ValueError(f"{key}: got None, but {name!r} needs it")
 
 
-def _check_queries(needs: Needs, q: torch.Tensor, positions: torch.Tensor) -> None:
+def _check_queries(needs: Needs, q: Tensor, positions: Tensor) -> None:
     """Raise ValueError for too few queries, or gaps between them under RoPE."""
     window = needs.window_tokens
     if q.shape[1] < window:
@@ -184,9 +183,7 @@ def _check_queries(needs: Needs, q: torch.Tensor, positions: torch.Tensor) -> No
         )
 
 
-def _check_shapes(
-    k: torch.Tensor, v: torch.Tensor, q: torch.Tensor, positions: torch.Tensor
-) -> None:
+def _check_shapes(k: Tensor, v: Tensor, q: Tensor, positions: Tensor) -> None:
     """Raise ValueError for shapes that do not fit together."""
     fits = (
         k.ndim == v.ndim == q.ndim == 3

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.policies.compose import KeepAll
 from vllm_kvpolicy.policies.options import BaseOptions
@@ -18,11 +19,7 @@ Block = TypeVar("Block")
 
 
 class MovementPolicy(KeepAll):
-    """Keeps every token and shuffles the survivors of each head.
-
-    Args:
-        ragged: also shuffle pages among all layers and heads.
-    """
+    """Keeps every token and shuffles the survivors of each head."""
 
     source = "test policy, this project"
 
@@ -35,22 +32,15 @@ class MovementPolicy(KeepAll):
         self.swaps_pages = ragged
 
     def shuffled(
-        self,
-        pages: torch.Tensor,
-        sources: torch.Tensor,
-        num_tokens: int,
-        seeds: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return pages and survivors in another order; see `Policy`."""
+        self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
+    ) -> tuple[Tensor, Tensor]:
         num_groups, heads = pages.shape[1], sources // num_tokens
         moved = self.shuffle_pages(
             pages.flatten(0, 1), seeds.repeat_interleave(num_groups)
         )
         return moved.view_as(pages), self.shuffle(sources, heads, seeds)
 
-    def shuffle(
-        self, sources: torch.Tensor, heads: torch.Tensor, seeds: torch.Tensor
-    ) -> torch.Tensor:
+    def shuffle(self, sources: Tensor, heads: Tensor, seeds: Tensor) -> Tensor:
         """Shuffle survivors within each head; a function of (seed, head, entry) alone.
 
         Args:
@@ -69,7 +59,7 @@ class MovementPolicy(KeepAll):
         key = torch.where(sources < 0, last, heads) * 2**32 + draw
         return sources.gather(-1, key.argsort(dim=-1, stable=True))
 
-    def shuffle_pages(self, pages: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    def shuffle_pages(self, pages: Tensor, seeds: Tensor) -> Tensor:
         """Shuffle [E, C] pages among all heads and layers where the option says so."""
         if not self.swaps_pages:
             return pages
@@ -77,7 +67,7 @@ class MovementPolicy(KeepAll):
         return pages.gather(-1, draw.argsort(dim=-1, stable=True))
 
     @staticmethod
-    def _draw(entries: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+    def _draw(entries: Tensor, seeds: Tensor) -> Tensor:
         entry = torch.arange(entries.shape[-1], device=entries.device)
         return mix(mix(seeds)[:, None] ^ entry)
 

@@ -8,11 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
+from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, OfModel
+from vllm_kvpolicy.policies.base import (
+    Decision,
+    EventInputs,
+    LoadedModel,
+    Needs,
+    OfModel,
+)
 from vllm_kvpolicy.policies.options import BaseOptions
 
 
@@ -68,11 +75,7 @@ class Word(OfModel):
 
     @classmethod
     def from_options(cls, **options: Any) -> Any:
-        """Build it from the values of its options; files are read here.
-
-        Raises:
-            ValueError: a file is missing, broken, or holds something else.
-        """
+        """Build it from its options; ValueError if a file cannot be read or used."""
         return cls(**options)
 
     @classmethod
@@ -90,13 +93,9 @@ class Word(OfModel):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> BaseOptions:
-        """Return its own options.
+        """Return its own options from those of a whole policy.
 
-        Args:
-            values: of a whole policy; a key that is missing takes its default.
-
-        Raises:
-            ValueError: a value outside its range.
+        A missing key takes its default; a value outside its range raises ValueError.
         """
         fields = cls.Options.model_fields
         return cls.Options(**{key: values[key] for key in fields if key in values})
@@ -113,11 +112,7 @@ class Word(OfModel):
 
     @classmethod
     def window_tokens(cls, values: Mapping[str, Any]) -> int:
-        """Return how many queries it reads.
-
-        Args:
-            values: options of a whole policy; a missing one takes its default.
-        """
+        """Return how many queries it reads; takes what `read` does."""
         if isinstance(cls.query_window, int):
             return cls.query_window
         default = cls.Options.model_fields[cls.query_window].default
@@ -125,15 +120,12 @@ class Word(OfModel):
 
 
 class BaseScorer(Word, ABC):
-    """Says how important each token is; knows nothing about budgets.
-
-    Subclasses set `needs` and define `score`.
-    """
+    """Says how important each token is; knows nothing about budgets."""
 
     needs = Needs()
 
     @abstractmethod
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score every token.
 
         Args:
@@ -145,30 +137,19 @@ class BaseScorer(Word, ABC):
             unspecified on padding. May be a broadcast view.
         """
 
-    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        """Return what `needs.memory` names, [E, L, H, T] float32 each.
-
-        Args:
-            score: as `score` just returned it.
-        """
+    def remember(self, score: Tensor) -> Mapping[str, Tensor]:
+        """Return what `needs.memory` names, [E, L, H, T] float32, of the last score."""
         return {}
 
 
 class BaseAllocator(Word, ABC):
-    """Shares the budget among layers, heads and regions, given scores.
-
-    Subclasses set `needs` and define `choose`.
-    """
+    """Shares the budget among layers, heads and regions, given scores."""
 
     needs = Needs()
 
     @abstractmethod
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
         """Pick `budget` tokens per row, must-keep first.
 
@@ -183,19 +164,23 @@ class BaseAllocator(Word, ABC):
 class BaseAdmission(Word):
     """Predicts how useful a token will be when it is no longer among the newest.
 
-    A subclass either defines `gates`, or sets `needs.until` and implements `Decider`;
-    its decisions then act as gates of 0 or 1.
+    A subclass defines `gates`; or it sets `needs.until`, defines the other methods, and
+    decides while tokens are computed: its decisions then act as gates of 0 or 1.
 
     Attributes:
         needs: what `gates` reads.
         threshold: tokens with a gate above this are admitted.
+        window: queries that always see a token, its own included.
+        shift: the token at t decides on the one at t - shift, 0 or 1.
     """
 
     ragged = True
     needs = Needs()
     threshold: float = 0.5
+    window = 1
+    shift = 0
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         """Evaluate the gates of some tokens.
 
         Args:
@@ -204,6 +189,32 @@ class BaseAdmission(Word):
 
         Returns:
             [E, L, H, F] float32 between 0 and 1.
+        """
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory, once it is attached."""
+        raise NotImplementedError
+
+    def attach(self, model: LoadedModel) -> None:
+        """Hook the loaded model.
+
+        Raises:
+            ValueError: the model is not one that it can hook.
+        """
+        raise NotImplementedError
+
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
+        """Decide on the new tokens of a layer.
+
+        Args:
+            layer: its index in model order.
+            key: [T, H, D] model dtype, post-RoPE.
+            positions: [T] int64.
+
+        Returns:
+            [T, H], keep or drop the token at t - shift.
         """
         raise NotImplementedError
 

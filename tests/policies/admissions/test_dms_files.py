@@ -10,14 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from support.made_adapters import make_adapter
-from vllm_kvpolicy.policies.admissions.dms.model import (
-    full_name,
-    load,
-    unstacked,
-)
+from vllm_kvpolicy.policies.admissions.dms.model import DmsAdapter, load
 
 NAN = float("nan")
-WEIGHT = full_name(1, "dms_proj_alpha.weight")
+WEIGHT = DmsAdapter.full_name(1, "dms_proj_alpha.weight")
 CONFIG = {
     "model_type": "qwen3",
     "num_hidden_layers": 3,
@@ -83,17 +79,13 @@ def test_a_folder_that_leaves_out_what_its_class_knows(tmp_path: Path) -> None:
 def test_a_folder_whose_first_heads_decide(tmp_path: Path) -> None:
     got = load(write_folder(tmp_path, {"dms_alpha_per": "layer"}))
     for layer, weight in enumerate(make_adapter().stacked()["projection"]):
-        found = got.tensors[full_name(layer, "dms_proj_alpha.weight")]
+        found = got.tensors[DmsAdapter.full_name(layer, "dms_proj_alpha.weight")]
         assert torch.equal(found, weight[:1].bfloat16().float().expand(2, 8))
 
 
-def test_names_are_those_of_checkpoints_and_stacking_has_an_inverse() -> None:
+def test_names_are_those_of_checkpoints() -> None:
     adapter = make_adapter()
-    stacked = adapter.stacked()
-    assert torch.equal(stacked["projection"][1], adapter.tensors[WEIGHT])
-    again = unstacked(stacked)
-    assert again.keys() == adapter.tensors.keys()
-    assert all(torch.equal(again[name], t) for name, t in adapter.tensors.items())
+    assert torch.equal(adapter.stacked()["projection"][1], adapter.tensors[WEIGHT])
     assert sorted(make_adapter(layers=1).shapes) == [
         "model.layers.0.self_attn.dms_proj_alpha.weight",
         "model.layers.0.self_attn.dms_proj_alpha_norm.weight",
@@ -125,27 +117,6 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"num_layers": 4}, "missing tensors: got ['model.layers.3."),
-        ({"num_layers": 2}, "unexpected tensors: got ['model.layers.2."),
-        ({"num_layers": 10**12}, "num_layers: got 1000000000000, expected 'at most 6"),
-        ({"num_layers": 0}, "num_layers: got 0, expected 'at least 1'"),
-        ({"window": 0}, "window: got 0, expected 'at least 1'"),
-        ({"shift": 2}, "shift: got 2, expected '0 or 1'"),
-        ({"target_cr": 0.5}, "target_cr: got 0.5, expected 'a number of at least 1'"),
-        ({"alpha_scale": 0.0}, "alpha_scale: got 0.0, expected 'a number above 0'"),
-        ({"alpha_offset": NAN}, "alpha_offset: got nan, expected 'a number'"),
-        ({"flavour": "gemma"}, "flavour: got 'gemma', expected 'llama or qwen3'"),
-    ],
-)
-def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
-    path = tmp_path / "file"
-    make_adapter(**change).save(path)
-    assert text in refused(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
         (
             {"dms_separate_alpha": False},
             "got a model whose decision is a query channel",
@@ -165,7 +136,7 @@ def test_folders_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> Non
 
 
 def test_folders_of_something_else(tmp_path: Path) -> None:
-    bias = {full_name(0, "dms_proj_alpha.bias"): torch.ones(2)}
+    bias = {DmsAdapter.full_name(0, "dms_proj_alpha.bias"): torch.ones(2)}
     assert "biases, which no released model has" in refused(
         write_folder(tmp_path, None, bias)
     )

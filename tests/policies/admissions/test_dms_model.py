@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from copy import copy
 from types import SimpleNamespace
 
@@ -44,25 +45,13 @@ def model_of(folder="none", kind="qwen3", **keys):
 @pytest.mark.parametrize(
     ("keys", "rule"),
     [
-        (
-            {
-                "dms_window_size": 512,
-                "dms_cr": 8,
-                "dms_alpha_scale": 100.0,
-                "dms_initial_alpha_offset": 5.0,
-            },
-            DmsRule(),
-        ),
+        ({"dms_window_size": 512, "dms_initial_alpha_offset": 5.0}, DmsRule()),
         # Any of the keys will do; what is left out or null is as in the released model.
         ({"dms_alpha_scale": 100.0, "dms_window_size": None}, DmsRule()),
         ({"model_type": "qwen3"}, None),
         (
-            {
-                "dms_window_size": 9,
-                "dms_separate_alpha": True,
-                "dms_alpha_per": "layer",
-            },
-            DmsRule(is_borrowed=False, window=9, per_layer=True),
+            {"dms_separate_alpha": True, "dms_alpha_per": "layer"},
+            DmsRule(is_borrowed=False, per_layer=True),
         ),
         # Disabled eviction drops nothing.
         (
@@ -108,11 +97,10 @@ def test_refusals_say_what_to_do():
     assert refuse_plain(model_of(dms_window_size=9, dms_separate_alpha=True)) is None
 
 
-def deciding(policy_config, window):
+def deciding(policy_config, window, **keys):
     """Return the tiny model's configuration with keys of a model that decides."""
     text = copy(policy_config.model_config.hf_text_config)
-    if window is not None:
-        text.dms_window_size = window
+    vars(text).update(keys if window is None else {"dms_window_size": window, **keys})
     return Overlay(policy_config, {"model_config.hf_text_config": text})
 
 
@@ -236,24 +224,32 @@ def test_a_tokenizer_that_cannot_be_read_says_why(monkeypatch, policy_config):
         check_files(config, deciding(policy_config, 32))
 
 
-def checked(policy_config, window=32, recent=32, options=None, **more):
+def checked(policy_config, window=32, recent=32, options=None, keys=None, **more):
     """Check a server of the tiny model."""
     asked = {"policy": "dms", "recent": recent, "policy_config": options or {}, **more}
-    check_files(KVPolicyConfig.from_dict(asked), deciding(policy_config, window))
+    model = deciding(policy_config, window, **(keys or {}))
+    check_files(KVPolicyConfig.from_dict(asked), model)
 
 
-def test_start_checks_of_a_model_that_decides(policy_config):
-    checked(policy_config)
-    with pytest.raises(
-        ValueError, match=r"^dms: .* trained with a window of 64 tokens"
-    ):
-        checked(policy_config, window=64)
-    with pytest.raises(ValueError, match=r"^dms: .* so it makes no decisions"):
-        checked(policy_config, window=None)
-    checked(policy_config, options={"dms_channel": 31})
-    for channel in (32, -33):
-        with pytest.raises(ValueError, match=f"got {channel}, expected one of 32"):
-            checked(policy_config, options={"dms_channel": channel})
+DISABLED = {"dms_separate_alpha": True, "dms_disable_eviction": True}
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, None),
+        ({"options": {"dms_channel": 31}}, None),
+        ({"options": {"dms_channel": 32}}, "got 32, expected one of 32"),
+        ({"options": {"dms_channel": -33}}, "got -33, expected one of 32"),
+        ({"window": 64}, "^dms: .* trained with a window of 64 tokens"),
+        ({"window": None}, "^dms: .* so it makes no decisions"),
+        ({"keys": DISABLED}, "dms_disable_eviction is set"),
+        ({"policy": "tova", "budget": 128}, "was trained with DMS"),
+    ],
+)
+def test_start_checks_of_a_model_that_decides(policy_config, given, told):
+    with nullcontext() if told is None else pytest.raises(ValueError, match=told):
+        checked(policy_config, **given)
 
 
 def test_two_admissions_that_decide_are_refused(policy_config, tmp_path):
@@ -262,19 +258,9 @@ def test_two_admissions_that_decide_are_refused(policy_config, tmp_path):
     options = {"wgkv_gates": str(path)}
     checked(policy_config, options=options, allow=["wgkv", "dms+snapkv"])
     options["exact"] = True
-    with pytest.raises(
-        ValueError, match="^allow: got dms and wgkv, expected at most one"
-    ):
+    told = "^allow: got dms and wgkv, expected at most one"
+    with pytest.raises(ValueError, match=told):
         checked(policy_config, options=options, allow=["wgkv"])
-
-
-def test_disabled_eviction_is_refused_where_adapters_decide(policy_config):
-    changed = deciding(policy_config, 32)
-    text = changed.model_config.hf_text_config
-    text.dms_separate_alpha, text.dms_disable_eviction = True, True
-    config = KVPolicyConfig.from_dict({"policy": "dms"})
-    with pytest.raises(ValueError, match="dms_disable_eviction is set"):
-        check_files(config, changed)
 
 
 def test_start_checks_of_an_adapter(policy_config, tmp_path):
@@ -292,12 +278,6 @@ def test_start_checks_of_an_adapter(policy_config, tmp_path):
         checked(policy_config, **options)
 
 
-def test_a_policy_that_does_not_know_the_channel_is_refused(policy_config):
-    config = KVPolicyConfig.from_dict({"policy": "tova", "budget": 128})
-    with pytest.raises(ValueError, match="was trained with DMS"):
-        check_files(config, deciding(policy_config, 32))
-
-
 @pytest.mark.parametrize(
     ("rule", "ranks", "said"),
     [
@@ -313,8 +293,5 @@ def test_ranks_without_the_deciding_head_are_refused(rule, ranks, said):
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 2),
     )
-    if said is None:
-        assert dms_policy._check_ranks(rule, config) is None
-    else:
-        with pytest.raises(ValueError, match=said):
-            dms_policy._check_ranks(rule, config)
+    with nullcontext() if said is None else pytest.raises(ValueError, match=said):
+        dms_policy._check_ranks(rule, config)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from support.engine.kvzap_decoder import KVzapDecoder
-from support.golden import Golden, read_golden
+from support.golden import Golden
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
 from vllm_kvpolicy.policies.admissions.kvzap import (
@@ -25,12 +25,9 @@ from vllm_kvpolicy.policies.admissions.kvzap import (
 from vllm_kvpolicy.policies.base import LoadedModel
 from vllm_kvpolicy.policies.model_files import ModelShape
 
+GOLDEN = "kvzap"
+
 LAYERS, HEADS, HIDDEN = 2, 2, 64
-
-
-@pytest.fixture(scope="module")
-def data() -> Golden:
-    return read_golden("kvzap")
 
 
 @pytest.fixture(params=["linear", "mlp"])
@@ -38,11 +35,11 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def surrogate_of(data: Golden, kind: str) -> Surrogate:
+def surrogate_of(golden: Golden, kind: str) -> Surrogate:
     start = f"{kind}|layers."
     tensors = {
         name.removeprefix(f"{kind}|"): torch.from_numpy(value)
-        for name, value in data.items()
+        for name, value in golden.items()
         if name.startswith(start)
     }
     units = len(tensors["layers.0.0.bias"]) if kind == "mlp" else None
@@ -50,46 +47,46 @@ def surrogate_of(data: Golden, kind: str) -> Surrogate:
 
 
 @pytest.fixture
-def decoder(data: Golden, kind: str, tiny_model: Path) -> KVzapDecoder:
+def decoder(golden: Golden, kind: str, tiny_model: Path) -> KVzapDecoder:
     """The plain decoder, after it has read the tokens."""
     made = KVzapDecoder(
         tiny_model,
-        surrogate_of(data, kind).tensors,
+        surrogate_of(golden, kind).tensors,
         hides=True,
-        threshold=float(data["threshold"]),
-        recent=int(data["window"]),
-        dense=int(data["prompt"]),
+        threshold=float(golden["threshold"]),
+        recent=int(golden["window"]),
+        dense=int(golden["prompt"]),
     )
-    made.logits = made.forward(data["tokens"].tolist()).logits
+    made.logits = made.forward(golden["tokens"].tolist()).logits
     return made
 
 
 def test_the_plain_decoder_is_kvpress(
-    data: Golden, kind: str, decoder: KVzapDecoder
+    golden: Golden, kind: str, decoder: KVzapDecoder
 ) -> None:
     """Scores of the prompt and of the decoded tokens, and the logits they lead to."""
-    scores = torch.from_numpy(data[f"{kind}|scores"])
+    scores = torch.from_numpy(golden[f"{kind}|scores"])
     torch.testing.assert_close(decoder.scores, scores, rtol=0, atol=1e-4)
-    last = torch.arange(int(data["prompt"]) - 1, len(data["tokens"]), 12)
-    logits = torch.from_numpy(data[f"{kind}|logits"])
+    last = torch.arange(int(golden["prompt"]) - 1, len(golden["tokens"]), 12)
+    logits = torch.from_numpy(golden[f"{kind}|logits"])
     torch.testing.assert_close(decoder.logits[last], logits, rtol=0, atol=1e-3)
 
 
-def test_a_query_sees_the_recent_tokens_and_itself(data: Golden, kind: str) -> None:
+def test_a_query_sees_the_recent_tokens_and_itself(golden: Golden, kind: str) -> None:
     """`masked_at` is the first query that does not see a token."""
-    scores = torch.from_numpy(data[f"{kind}|scores"])
-    kept = scores >= float(data["threshold"])
-    until = visible_until(kept, int(data["window"]) + 1)
-    until = until.clamp_min(int(data["prompt"]))  # a prompt is read whole
-    until[until >= len(data["tokens"]) + 1] = NEVER
-    assert until.tolist() == data[f"{kind}|masked_at"].tolist()
+    scores = torch.from_numpy(golden[f"{kind}|scores"])
+    kept = scores >= float(golden["threshold"])
+    until = visible_until(kept, int(golden["window"]) + 1)
+    until = until.clamp_min(int(golden["prompt"]))  # a prompt is read whole
+    until[until >= len(golden["tokens"]) + 1] = NEVER
+    assert until.tolist() == golden[f"{kind}|masked_at"].tolist()
 
 
 def test_what_the_hook_notes_decides_alike(
-    data: Golden, kind: str, decoder: KVzapDecoder
+    golden: Golden, kind: str, decoder: KVzapDecoder
 ) -> None:
-    surrogate, threshold = surrogate_of(data, kind), float(data["threshold"])
-    golden = torch.from_numpy(data[f"{kind}|scores"])
+    surrogate, threshold = surrogate_of(golden, kind), float(golden["threshold"])
+    wanted = torch.from_numpy(golden[f"{kind}|scores"])
     policy = SurrogateScores(surrogate, threshold, exact=False)
     size = decoder.inputs.shape[1]
     for layer in range(LAYERS):
@@ -106,10 +103,10 @@ def test_what_the_hook_notes_decides_alike(
             module(None, part)
             torch.testing.assert_close(scores[: len(part)], named, rtol=0, atol=0)
         module(None, hidden)
-        torch.testing.assert_close(scores[:size].T, golden[layer], rtol=0, atol=1e-4)
+        torch.testing.assert_close(scores[:size].T, wanted[layer], rtol=0, atol=1e-4)
         assert scores[size:].isnan().all()
         decided = policy.decisions(layer, hidden, torch.arange(size))
-        assert torch.equal(decided.keeps.T, golden[layer] >= threshold)
+        assert torch.equal(decided.keeps.T, wanted[layer] >= threshold)
 
 
 class Attention(nn.Module):
@@ -119,12 +116,12 @@ class Attention(nn.Module):
         super().__init__()
         self.attn = nn.Linear(1, 1)
 
-    def forward(self, positions: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, positions: Any, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
 
-def test_layers_take_the_tensors_and_sizes_stay(data: Golden, kind: str) -> None:
-    policy = SurrogateScores(surrogate_of(data, kind), -4.0, exact=False)
+def test_layers_take_the_tensors_and_sizes_stay(golden: Golden, kind: str) -> None:
+    policy = SurrogateScores(surrogate_of(golden, kind), -4.0, exact=False)
     names = tuple(policy.surrogate.shapes)
     model = nn.ModuleList(Attention() for _ in range(LAYERS))
     given = {"policy": "kvzap", "policy_config": {"kvzap_model": "none"}}

@@ -1,20 +1,15 @@
 """Gate files, released and ours: what comes back, what is refused and how."""
 
 import math
-import pickle
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from support.made_gates import make_gates
-from vllm_kvpolicy.policies.admissions.wgkv import (
-    NAMES,
-    full_name,
-    load,
-    unstacked,
-)
+from vllm_kvpolicy.policies.admissions.wgkv import Gates, load
 
 MODEL = {
     "flavour": "qwen3",
@@ -24,7 +19,7 @@ MODEL = {
     "rope_theta": 5e5,
 }
 NAN = float("nan")
-Tensors = dict[str, torch.Tensor]
+Tensors = dict[str, Tensor]
 
 
 def write_released(path: Path, tensors: Tensors) -> Path:
@@ -83,55 +78,12 @@ def test_a_file_of_the_sizes_that_are_released(
     assert {tensor.device.type for tensor in got.tensors.values()} == {"cpu"}
 
 
-def test_stacking_has_an_inverse() -> None:
+def test_weights_are_stacked_by_layer_head_and_unit() -> None:
     gates = make_gates()
     stacked = gates.stacked()
     assert stacked["first"].shape == (3, 2, 5, 16)
-    row = gates.tensors[full_name(2, "conv1.weight")][5 + 3, :, 0]
+    row = gates.tensors[Gates.full_name(2, "conv1.weight")][5 + 3, :, 0]
     assert torch.equal(stacked["first"][2, 1, 3], row)  # unit 3 of head 1
-    again = unstacked(stacked)
-    assert again.keys() == gates.tensors.keys() == gates.shapes.keys()
-    assert all(torch.equal(again[name], t) for name, t in gates.tensors.items())
-
-
-@pytest.mark.parametrize("kept", [0, 4, 100, -1, -100])
-def test_a_truncated_released_file(tmp_path: Path, kept: int) -> None:
-    path = write_released(tmp_path / "file", dict(make_gates().tensors))
-    path.write_bytes(path.read_bytes()[:kept])
-    assert "expected a" in refused(path)
-
-
-def test_nothing_in_a_released_file_runs(tmp_path: Path) -> None:
-    class Trap:
-        def __reduce__(self) -> tuple:
-            return (Path.touch, (tmp_path / "sprung",))
-
-    path = tmp_path / "file.pt"
-    content = {**make_gates().tensors, "more": Trap()}
-    torch.save(content, path)
-    assert "expected a" in refused(path)
-    path.write_bytes(pickle.dumps(content))
-    assert "expected a" in refused(path)
-    assert not (tmp_path / "sprung").exists()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_tensor_of_a_released_file_is_checked(tmp_path: Path, name: str) -> None:
-    """Shapes are read off the first layer, so another tensor may be the one told."""
-    path, tensors = tmp_path / "file", dict(make_gates().tensors)
-    for layer in range(3):
-        key = full_name(layer, name)
-        others = {k: t for k, t in tensors.items() if k != key}
-        text = refused(write_released(path, others))
-        assert key in text and ("missing" in text or "among them" in text)
-        whole = tensors[key]
-        for wrong in (whole[:-1].clone(), whole[..., None].clone(), whole[:0].clone()):
-            text = refused(write_released(path, {**others, key: wrong}))
-            assert f"shape of {key if layer else 'model.layers.'}" in text
-        bad = whole.clone()
-        bad.view(-1)[-1] = NAN
-        text = refused(write_released(path, {**others, key: bad}))
-        assert f"{key} is finite: got False, expected True" in text
 
 
 def test_pickles_that_are_not_zipped_are_not_opened(tmp_path: Path) -> None:
@@ -150,33 +102,16 @@ def test_pickles_that_are_not_zipped_are_not_opened(tmp_path: Path) -> None:
         ({"a": 1}, "a is a tensor"),
         ({"a": torch.eye(2).to_sparse()}, "layout of a"),
         ({"a": torch.ones(2).int()}, "a is floating point"),
-        ({"a": torch.ones(2)}, f"tensors: got ['a'], expected '{full_name(0, '')}"),
+        (
+            {"a": torch.ones(2)},
+            "tensors: got ['a'], expected 'model.layers.0.self_attn.g",
+        ),
         (OrderedDict(), "content: got 'OrderedDict'"),
     ],
 )
 def test_pickles_of_something_else(tmp_path: Path, content: object, text: str) -> None:
     path = tmp_path / "file.pt"
     torch.save(content, path)
-    assert text in refused(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"num_layers": 4}, "missing tensors: got ['model.layers.3."),
-        ({"num_layers": 2}, "unexpected tensors: got ['model.layers.2."),
-        ({"num_layers": 10**12}, "num_layers: got 1000000000000, expected 'at most 18"),
-        ({"num_layers": 0}, "num_layers: got 0, expected 'at least 1'"),
-        ({"rope_theta": NAN}, "rope_theta: got nan, expected 'a number above 0'"),
-        ({"window": 0}, "window: got 0, expected 'at least 1'"),
-        ({"sinks": -1}, "sinks: got -1, expected 'at least 0'"),
-        ({"threshold": 1.0}, "threshold: got 1.0, expected 'a number from 0 to"),
-        ({"flavour": "gemma"}, "flavour: got 'gemma', expected 'llama or qwen3'"),
-    ],
-)
-def test_headers_that_do_not_fit(tmp_path: Path, change: dict, text: str) -> None:
-    path = tmp_path / "file"
-    make_gates(**change).save(path)
     assert text in refused(path)
 
 

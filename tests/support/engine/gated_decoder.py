@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from support.engine.admissions import closed_form
 from support.engine.reference_decoder import Activations, ReferenceDecoder
-from vllm_kvpolicy.policies.admissions.wgkv import Gates, full_name
+from vllm_kvpolicy.policies.admissions.wgkv import Gates
 
 
 class GatedDecoder(ReferenceDecoder):
@@ -55,7 +55,7 @@ class GatedDecoder(ReferenceDecoder):
         self, layer: int, before: torch.Tensor, after: torch.Tensor
     ) -> torch.Tensor:
         """Return [H, T] gates of keys [H, T, D] before and after RoPE."""
-        start = full_name(layer, "")
+        start = Gates.full_name(layer, "")
         own = {
             name.removeprefix(start): tensor
             for name, tensor in self.gates.tensors.items()

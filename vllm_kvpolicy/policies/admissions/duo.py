@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
@@ -39,26 +40,18 @@ class Pattern:
         path: where it was read from, for errors.
     """
 
-    use: torch.Tensor
+    use: Tensor
     sinks: int
     recent: int
     path: str | Path
 
     def check_shape(self, num_layers: int, num_kv_heads: int) -> None:
-        """Check that the pattern fits a model of this shape.
-
-        Raises:
-            ValueError: naming the folder and both shapes.
-        """
+        """Raise ValueError unless the pattern fits a model of this shape."""
         shape = [num_layers, num_kv_heads]
         expect(self.path, "layers and KV heads", list(self.use.shape), shape)
 
-    def retrieving(self, sparsity: float) -> torch.Tensor:
-        """Return [L, H] bool: all heads but the share `sparsity` that profits least.
-
-        Args:
-            sparsity: from 0 to 1; rounded to whole heads.
-        """
+    def retrieving(self, sparsity: float) -> Tensor:
+        """Return [L, H] bool: all heads but this share of them that profits least."""
         order = self.use.flatten().argsort(stable=True)
         keeps = torch.ones_like(order, dtype=torch.bool)
         keeps[order[: round(sparsity * len(order))]] = False  # sync-ok: on the CPU
@@ -86,13 +79,9 @@ def load(path: str | Path) -> Pattern:
     for name, size in sizes.items():
         if type(size) is not int or size < 0:
             expect(path, f"{name}_size", size, "an integer >= 0")
-    if not rows or len({len(row) for row in rows}) != 1:
-        expect(
-            path,
-            "numbers per layer",
-            [len(row) for row in rows],
-            "the same number in each layer",
-        )
+    counts = [len(row) for row in rows]
+    if len(set(counts)) != 1:
+        expect(path, "numbers per layer", counts, "the same number in each layer")
     use = torch.tensor(rows, dtype=torch.float64)
     if not bool(((use >= 0) & (use <= 1)).all()):
         ends = [use.min().item(), use.max().item()]  # sync-ok: reads a file
@@ -101,12 +90,7 @@ def load(path: str | Path) -> Pattern:
 
 
 class RetrievalHeads(BaseAdmission):
-    """Admits every token to the heads that profit most, and none to the others.
-
-    Args:
-        pattern: how much each head profits from a full cache.
-        sparsity: share of the heads, those that profit least, that get no token.
-    """
+    """Admits every token to the heads that profit most, and none to the others."""
 
     summary = (
         "retrieval heads keep everything, other heads only sinks and the recent "
@@ -129,12 +113,10 @@ class RetrievalHeads(BaseAdmission):
 
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Build the admission from the files of a pattern; see `Word`."""
         return cls(load(options["duo_pattern"]), options["duo_sparsity"])
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the folder of a pattern; see `Word`."""
         path = options.duo_pattern
         with model_files.errors_name("duo_pattern"):
             pattern, shape = load(path), ModelShape.of(vllm_config)
@@ -160,7 +142,7 @@ class RetrievalHeads(BaseAdmission):
         """Take the rank's heads; which ones retrieve, the whole model decides."""
         self.keeps = shard.kv_heads(self.keeps, 1)
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         """Return [E, L, H, F], 1 in heads that keep everything; see `BaseAdmission`."""
         self.keeps = self.keeps.to(token.device)
         return self.keeps[..., None].expand(token.shape)

@@ -9,10 +9,10 @@ tokens; sinks are kept. Theirs hides tokens of a prompt when it has been read wh
 """
 
 import inspect
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.config_keys import AlwaysKept
@@ -60,7 +60,7 @@ class Surrogate:
     hidden_size: int
     num_kv_heads: int
     num_units: int | None
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     path: str | Path = ""
 
     @property
@@ -80,20 +80,15 @@ class Surrogate:
         sizes = (self.hidden_size, *units, self.num_kv_heads)
         shapes: dict[str, tuple[int, ...]] = {}
         for layer in range(self.num_layers):
-            for name, before, after in zip(
-                self._names, sizes[:-1], sizes[1:], strict=True
-            ):
+            for name, (before, after) in zip(self._names, pairwise(sizes), strict=True):
                 shapes[f"layers.{layer}{name}.weight"] = (after, before)
                 shapes[f"layers.{layer}{name}.bias"] = (after,)
         return shapes
 
-    def linears(self, layer: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def linears(self, layer: int) -> list[tuple[Tensor, Tensor]]:
         """Return weight and bias of a layer's linear layers, first to last."""
-        names = [f"layers.{layer}{name}" for name in self._names]
-        return [
-            (self.tensors[f"{name}.weight"], self.tensors[f"{name}.bias"])
-            for name in names
-        ]
+        names, tensors = [f"layers.{layer}{name}" for name in self._names], self.tensors
+        return [(tensors[f"{name}.weight"], tensors[f"{name}.bias"]) for name in names]
 
     def of_heads(self, shard: HeadShard) -> "Surrogate":
         """Return the surrogate that scores for a rank's KV heads alone."""
@@ -113,6 +108,7 @@ class Surrogate:
         """Check that the surrogate was trained for a model of this shape.
 
         Args:
+            model: its sizes.
             hidden_size: channels of its hidden states; None to leave them out.
 
         Raises:
@@ -125,8 +121,8 @@ class Surrogate:
 
 
 def surrogate_scores(
-    hidden: torch.Tensor, linears: Sequence[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
+    hidden: Tensor, linears: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
     """Score tokens for every KV head of a layer.
 
     Args:
@@ -163,7 +159,10 @@ def load(name: str | Path) -> Surrogate:
         ValueError: naming the folder, the key, and what was found and expected there.
     """
     folder = _folder(name)
-    config = _read_config(folder / CONFIG_FILE)
+    path = folder / CONFIG_FILE
+    config = model_files.read_json(NAME, path, VALID)
+    if not isinstance(config, dict):
+        expect(path, "content", type(config).__name__, "an object")
     expect(folder, "model_type", config.get("model_type"), MODEL_TYPE)
     units = config.get("hidden_dim")
     sizes = {key: config.get(key) for key in SIZES}
@@ -171,15 +170,12 @@ def load(name: str | Path) -> Surrogate:
         if type(size) is not int or size < 1:
             expect(folder, key, size, "an integer of at least 1")
     _, found = model_files.read(NAME, folder / WEIGHTS_FILE, VALID)
-    for tensor_name, tensor in found.items():
-        floating = tensor.is_floating_point()
-        expect(folder, f"{tensor_name} is floating point", floating, True)
     surrogate = Surrogate(
         num_layers=config["n_modules"],
         hidden_size=config["input_dim"],
         num_kv_heads=config["output_dim"],
         num_units=units,
-        tensors={key: tensor.float() for key, tensor in found.items()},
+        tensors=model_files.as_float32(NAME, folder, found),
         path=folder,
     )
     if surrogate.num_layers > len(found):
@@ -198,22 +194,11 @@ def _folder(name: str | Path) -> Path:
         raise ValueError(f"{NAME} {name}: got no folder, expected {VALID}") from None
 
 
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the object that config.json holds."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{NAME} {path}: got {error}, expected {VALID}") from None
-    if not isinstance(content, dict):
-        expect(path, "content", type(content).__name__, "an object")
-    return content
-
-
 ARGUMENT = "hidden_states"  # of the forward method of vLLM's attention modules
 
 
 class SurrogateScores(BaseAdmission):
-    """Admits the tokens whose score is not below a threshold; a `Decider`.
+    """Admits the tokens whose score is not below a threshold.
 
     Args:
         surrogate: as read from a folder; once layers have its tensors, its sizes alone.
@@ -244,17 +229,13 @@ class SurrogateScores(BaseAdmission):
             "natural logarithms",
         )
 
-    shift = 0
-
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Build the admission from the folder of a surrogate; see `Word`."""
         surrogate = load(options["kvzap_model"])
         return cls(surrogate, options["kvzap_threshold"], options["exact"])
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the folder of a surrogate; see `Word`."""
         with model_files.errors_name("kvzap_model"):
             load(options.kvzap_model).check_model(
                 ModelShape.of(vllm_config), vllm_config.model_config.get_hidden_size()
@@ -263,15 +244,12 @@ class SurrogateScores(BaseAdmission):
     def __init__(self, surrogate: Surrogate, lowest: float, exact: bool) -> None:
         self.needs = Needs(until=True, exact=exact)
         self.surrogate, self.lowest = surrogate, lowest
-        self.window = 1
         self._scorers: list[HeadLogits] = []
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the surrogate fits the model; see `OfModel`."""
         self.surrogate.check_model(model)
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Score for the rank's KV heads; see `OfModel`."""
         self.surrogate = self.surrogate.of_heads(shard)
 
     @property
@@ -280,7 +258,7 @@ class SurrogateScores(BaseAdmission):
         return sum(part.nbytes for each in self._scorers for part in each.buffers())
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook the attention module of each layer; see `Decider`."""
+        """Hook the attention module of each layer; see `BaseAdmission`."""
         # Besides itself, a query sees as many tokens as are recent at an event.
         self.window = own_config(model.vllm_config).recent_tokens + 1
         shape = model.step_tokens, self.surrogate.num_kv_heads
@@ -295,29 +273,22 @@ class SurrogateScores(BaseAdmission):
             self._scorers.append(attach_surrogate(attention, scores, linears))
         self.surrogate = replace(self.surrogate, tensors={})
 
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
-        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         is_below = self._scorers[layer].logits[: len(positions)] < self.lowest
         return Decisions(~is_below)
 
 
 def attach_surrogate(
-    attention: nn.Module,
-    scores: torch.Tensor,
-    linears: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    attention: nn.Module, scores: Tensor, linears: Sequence[tuple[Tensor, Tensor]]
 ) -> HeadLogits:
-    """Score what an attention module is given.
+    """Score what an attention module is given; returns what holds the scores.
 
     Args:
         attention: vLLM's attention module of a decoder layer, called with hidden
             states [T, d] behind the input norm.
         scores: [step_tokens, H] float32, written.
         linears: see `surrogate_scores`.
-
-    Returns:
-        What holds the scores.
 
     Raises:
         ValueError: its forward method takes no hidden states.
@@ -328,7 +299,7 @@ def attach_surrogate(
             f"{type(attention).__name__}: expected a forward method that takes "
             f"{ARGUMENT}, as in vLLM's Llama and Qwen3, got {', '.join(arguments)}"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for number, (weight, bias) in enumerate(linears):
         tensors |= {f"weight_{number}": weight, f"bias_{number}": bias}
     taken = HeadLogits(logits=scores, **tensors)

@@ -5,6 +5,7 @@ Source: the baseline of WG-KV (arXiv 2512.17452) section 4, after StreamingLLM (
 """
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import ALLOCATORS
@@ -20,6 +21,5 @@ class LocalAttention(BaseAdmission):
     source = "WG-KV, arXiv 2512.17452"
     refuses = dict.fromkeys(ALLOCATORS, _NO_CHOICE)
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
-        """Return [E, L, H, F] zeros; see `BaseAdmission`."""
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         return torch.zeros(token.shape, device=token.device)

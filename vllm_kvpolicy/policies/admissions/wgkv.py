@@ -8,7 +8,7 @@ attention has to be exact, while tokens are computed.
 import math
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged import PagedTokens
@@ -23,7 +24,7 @@ from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.base import EventInputs, LoadedModel, Needs
-from vllm_kvpolicy.policies.model_files import ModelFile, ModelShape
+from vllm_kvpolicy.policies.model_files import LayerFile, ModelShape
 from vllm_kvpolicy.policies.options import ExactOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
@@ -32,48 +33,51 @@ FLAVOURS = ("llama", "qwen3")  # model types; the gate of qwen3 reads normalised
 WINDOW, THRESHOLD = 256, 0.1  # of all released gates
 # Hidden units of released gates, in head sizes.
 RELEASED_UNITS = {"llama": 4, "qwen3": 1.5}
-# Names in a file, and of the fields of `kernels.wgkv_gate.GateWeights`.
-NAMES = {
-    "pre_key_norm.weight": "pre_norm",
-    "post_key_norm.weight": "post_norm",
-    "conv1.weight": "first",
-    "conv1.bias": "first_bias",
-    "conv2.weight": "second",
-    "conv2.bias": "second_bias",
-}
 
 
-def full_name(layer: int, name: str) -> str:
-    """Return the name of a tensor of `NAMES` in a file."""
-    return f"model.layers.{layer}.self_attn.g_predictors.{name}"
+def sizes_of(model: ModelShape) -> dict[str, int]:
+    """Return the sizes of a model that its gates share, by the fields of `Gates`."""
+    sizes = vars(model).copy()
+    del sizes["num_heads"]
+    return sizes
 
 
 @dataclass(frozen=True)
-class Gates(ModelFile):
+class Gates(LayerFile):
     """The gates of a model, and what they were trained for.
 
     A small network per layer and KV head, with names and shapes as the weights at
     https://huggingface.co/WG-KV/checkpoints have them.
 
     Args:
-        model: name of the model, as it was given; "" where a file does not say.
-        flavour: one of `FLAVOURS`, or "" where a file does not say.
+        model: name of the model, as it was given; like `flavour` "" where a file does
+            not say, as released ones do not.
+        flavour: one of `FLAVOURS`.
         num_layers: L.
         num_kv_heads: H, KV heads per layer.
         head_dim: D, channels per head.
-        rope_theta: base of the rotary embedding; NaN where a file does not say.
+        rope_theta: base of the rotary embedding; like the other floating point numbers
+            but `threshold` NaN where a file does not say.
         window: tokens that are always seen, the querying one included.
         threshold: tokens with a gate above this are kept (the paper's tau).
         sinks: first tokens that are kept in any case.
-        sparsity_weight: the paper's lambda; NaN where a file does not say.
+        sparsity_weight: the paper's lambda.
         kept_fraction: kept share of the tokens that were looked at after training, of
-            all layers and heads; NaN where a file does not say.
-        tensors: float32 by name, see `shapes`.
-        path: where it was read from, for errors.
+            all layers and heads.
     """
 
     NAME = "wgkv gates"
     FORMAT = "vllm-kvpolicy wgkv gates 1"
+    PREFIX = "g_predictors."
+    # The fields are those of `kernels.wgkv_gate.GateWeights`.
+    NAMES = {
+        "pre_key_norm.weight": "pre_norm",
+        "post_key_norm.weight": "post_norm",
+        "conv1.weight": "first",
+        "conv1.bias": "first_bias",
+        "conv2.weight": "second",
+        "conv2.bias": "second_bias",
+    }
 
     model: str
     flavour: str
@@ -86,16 +90,15 @@ class Gates(ModelFile):
     sinks: int
     sparsity_weight: float
     kept_fraction: float
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     path: str | Path = ""
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors: as the first bias says, M units per head."""
+    def layer_shapes(self) -> Iterable[tuple[int, ...]]:
+        """Return the shapes of `NAMES`: as the first bias says, M units per head."""
         heads, channels = self.num_kv_heads, self.head_dim
-        first_bias = self.tensors.get(full_name(0, "conv1.bias"), torch.empty(0))
+        first_bias = self.tensors.get(self.full_name(0, "conv1.bias"), torch.empty(0))
         units = max(1, first_bias.numel() // heads)
-        shapes = (
+        return (
             (channels,),
             (channels,),
             (heads * units, 2 * channels, 1),
@@ -103,36 +106,26 @@ class Gates(ModelFile):
             (heads, units, 1),
             (heads,),
         )
-        return {
-            full_name(layer, name): shape
-            for layer in range(self.num_layers)
-            for name, shape in zip(NAMES, shapes, strict=True)
-        }
 
-    def check_model(
-        self,
-        flavour: str,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        rope_theta: float,
-    ) -> None:
-        """Check that the gates were trained for a model of this kind and shape.
+    def check_model(self, flavour: str, rope_theta: float, **sizes: int) -> None:
+        """Check that the gates were trained for a model of this kind; raises as `fits`.
 
-        Raises:
-            ValueError: naming the file, the field, and both values.
+        Args:
+            flavour: type of the model.
+            rope_theta: base of its rotary embedding.
+            **sizes: see `sizes_of`.
         """
-        self.fits(num_layers=num_layers, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        self.fits(**sizes)
         if self.flavour:
             self.fits(flavour=flavour)
         elif flavour in RELEASED_UNITS:
-            units = self.shapes[full_name(0, "conv2.weight")][1]
-            wanted = int(RELEASED_UNITS[flavour] * head_dim)
+            units = self.shapes[self.full_name(0, "conv2.weight")][1]
+            wanted = int(RELEASED_UNITS[flavour] * self.head_dim)
             expect(self.path, f"hidden units for {flavour}", units, wanted)
         if not math.isnan(self.rope_theta):
             self.fits(rope_theta=rope_theta)
 
-    def stacked(self) -> dict[str, torch.Tensor]:
+    def stacked(self) -> dict[str, Tensor]:
         """Return the fields of `kernels.wgkv_gate.GateWeights`, with a leading L."""
         heads, channels = self.num_kv_heads, self.head_dim
         shapes = {
@@ -140,34 +133,26 @@ class Gates(ModelFile):
             "first_bias": (self.num_layers, heads, -1),
             "second": (self.num_layers, heads, -1),
         }
-        layers = range(self.num_layers)
-        whole = {
-            field: torch.stack([self.tensors[full_name(i, name)] for i in layers])
-            for name, field in NAMES.items()
-        }
         return {
             field: tensor.view(shapes.get(field, tensor.shape))
-            for field, tensor in whole.items()
+            for field, tensor in super().stacked().items()
         }
 
-
-def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file; the inverse of `Gates.stacked`."""
-    num_layers, num_heads, num_units, channels = weights["first"].shape
-    shapes = {
-        "first": (num_layers, num_heads * num_units, channels, 1),
-        "first_bias": (num_layers, num_heads * num_units),
-        "second": (num_layers, num_heads, num_units, 1),
-    }
-    return {
-        full_name(layer, name): tensor[layer]
-        .detach()
-        .to("cpu", torch.float32)
-        .contiguous()
-        for name, field in NAMES.items()
-        for tensor in [weights[field].reshape(shapes.get(field, weights[field].shape))]
-        for layer in range(num_layers)
-    }
+    @classmethod
+    def unstacked(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a file; the inverse of `stacked`."""
+        num_layers, num_heads, num_units, channels = weights["first"].shape
+        shapes = {
+            "first": (num_layers, num_heads * num_units, channels, 1),
+            "first_bias": (num_layers, num_heads * num_units),
+            "second": (num_layers, num_heads, num_units, 1),
+        }
+        return super().unstacked(
+            {
+                field: tensor.reshape(shapes.get(field, tensor.shape))
+                for field, tensor in weights.items()
+            }
+        )
 
 
 _NAME = re.compile(r"model\.layers\.(\d{1,6})\.self_attn\.g_predictors\..+")
@@ -188,28 +173,22 @@ def load(path: str | Path) -> Gates:
     Raises:
         ValueError: naming the file, the key, and what was found and expected there.
     """
-    gates = (
-        _load_released(path) if Path(path).suffix.lower() == ".pt" else _load_ours(path)
-    )
-    if gates.num_layers > len(gates.tensors):
-        expect(path, "num_layers", gates.num_layers, f"at most {len(gates.tensors)}")
-    model_files.check_tensors(gates.NAME, path, gates.tensors, gates.shapes)
+    is_released = Path(path).suffix.lower() == ".pt"
+    gates = _load_released(path) if is_released else _load_ours(path)
+    gates.check()
     return gates
 
 
 def _load_ours(path: str | Path) -> Gates:
-    """Read a file that `save` wrote; does not check its tensors."""
+    """Read a file that `save` wrote; its tensors are not checked."""
     valid = "a safetensors file, or a .pt file released by the authors"
     gates = Gates.from_file(path, valid)
-    if gates.flavour not in FLAVOURS:
-        expect(path, "flavour", gates.flavour, " or ".join(FLAVOURS))
+    gates.require("flavour", gates.flavour in FLAVOURS, " or ".join(FLAVOURS))
     gates.check_sizes("num_layers", "num_kv_heads", "head_dim", "window")
-    if gates.sinks < 0:
-        expect(path, "sinks", gates.sinks, "at least 0")
-    if not 0 <= gates.threshold < 1:
-        expect(path, "threshold", gates.threshold, "a number from 0 to below 1")
-    if not gates.rope_theta > 0:
-        expect(path, "rope_theta", gates.rope_theta, "a number above 0")
+    gates.require("sinks", gates.sinks >= 0, "at least 0")
+    is_share = 0 <= gates.threshold < 1
+    gates.require("threshold", is_share, "a number from 0 to below 1")
+    gates.require("rope_theta", gates.rope_theta > 0, "a number above 0")
     return gates
 
 
@@ -219,8 +198,8 @@ def _load_released(path: str | Path) -> Gates:
     matches = [_NAME.fullmatch(name) for name in tensors]
     # Counted, since a name could hold any number.
     num_layers = len({int(match[1]) for match in matches if match})
-    head_dim = _only_size(path, tensors, full_name(0, "pre_key_norm.weight"))
-    num_kv_heads = _only_size(path, tensors, full_name(0, "conv2.bias"))
+    head_dim = _only_size(path, tensors, "pre_key_norm.weight")
+    num_kv_heads = _only_size(path, tensors, "conv2.bias")
     return Gates(
         model="",
         flavour="",
@@ -238,8 +217,9 @@ def _load_released(path: str | Path) -> Gates:
     )
 
 
-def _only_size(path: str | Path, tensors: Mapping[str, torch.Tensor], name: str) -> int:
-    """Return the size of a tensor that has to have one dimension."""
+def _only_size(path: str | Path, tensors: Mapping[str, Tensor], name: str) -> int:
+    """Return the size of a tensor of layer 0 that has to have one dimension."""
+    name = Gates.full_name(0, name)
     if name not in tensors:
         expect(path, "tensors", sorted(tensors)[:8], f"{name} among them")
     shape = list(tensors[name].shape)
@@ -248,7 +228,7 @@ def _only_size(path: str | Path, tensors: Mapping[str, torch.Tensor], name: str)
     return shape[0]
 
 
-def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
+def _read_pickle(path: str | Path) -> dict[str, Tensor]:
     """Return the flat dict of tensors that a file holds, in float32.
 
     The unpickler makes tensors, numbers and plain containers only.
@@ -269,10 +249,9 @@ def _read_pickle(path: str | Path) -> dict[str, torch.Tensor]:
         expect(path, "content", type(content).__name__, expected)
     for name, value in content.items():
         expect(path, f"name {name!r} is text", isinstance(name, str), True)
-        expect(path, f"{name} is a tensor", isinstance(value, torch.Tensor), True)
+        expect(path, f"{name} is a tensor", isinstance(value, Tensor), True)
         expect(path, f"layout of {name}", value.layout, torch.strided)
-        expect(path, f"{name} is floating point", value.is_floating_point(), True)
-    return {name: value.detach().float() for name, value in content.items()}
+    return model_files.as_float32(Gates.NAME, path, content)
 
 
 class WriteGates(BaseAdmission):
@@ -281,7 +260,7 @@ class WriteGates(BaseAdmission):
     Args:
         gates: as read from a file.
         threshold: the paper's tau; None for the file's.
-        exact: tokens decide while they are computed; this is a `Decider` then.
+        exact: tokens decide while they are computed.
     """
 
     summary = "trained gates choose which tokens stay when they leave the recent window"
@@ -303,29 +282,20 @@ class WriteGates(BaseAdmission):
             "file's value, 0.1 for released gates",
         )
 
-    shift = 0
-
     @classmethod
     def from_options(cls, **options: Any) -> Self:
-        """Build the admission from its file of gates; see `Word`."""
         gates, threshold = load(options["wgkv_gates"]), options["wgkv_threshold"]
         return cls(gates, threshold, options["exact"])
 
     @classmethod
     def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
-        """Check the file of gates; see `Word`."""
         path = options.wgkv_gates
         with model_files.errors_name("wgkv_gates"):
             gates, text = load(path), vllm_config.model_config.hf_text_config
-            shape = ModelShape.of(vllm_config)
             rope = getattr(text, "rope_parameters", None) or {}
-            gates.check_model(
-                text.model_type,
-                shape.num_layers,
-                shape.num_kv_heads,
-                shape.head_dim,
-                float(rope.get("rope_theta", math.nan)),
-            )
+            theta = float(rope.get("rope_theta", math.nan))
+            sizes = sizes_of(ModelShape.of(vllm_config))
+            gates.check_model(text.model_type, theta, **sizes)
             if kept.sink_tokens < gates.sinks:
                 raise ValueError(
                     f"wgkv gates {path}: trained with {gates.sinks} sinks, got "
@@ -348,15 +318,9 @@ class WriteGates(BaseAdmission):
         self.weights = GateWeights(**gates.stacked())
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the gates fit the model; see `OfModel`."""
-        self.file.fits(
-            num_layers=model.num_layers,
-            num_kv_heads=model.num_kv_heads,
-            head_dim=model.head_dim,
-        )
+        self.file.fits(**sizes_of(model))
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the gates of the rank's KV heads; see `OfModel`."""
         self.weights = self.weights.of_heads(shard.kv_heads)
 
     @property
@@ -365,7 +329,7 @@ class WriteGates(BaseAdmission):
         return sum(tensor.nbytes for tensor in self.weights.tensors().values())
 
     def attach(self, model: LoadedModel) -> None:
-        """Move the gates to the model's device and dtype; see `Decider`."""
+        """Move the gates to the model's device and dtype; see `BaseAdmission`."""
         self._rope = model.rope
         self.weights = self.weights.to(model.device, model.dtype)
         self._of_layer = [
@@ -373,10 +337,8 @@ class WriteGates(BaseAdmission):
             for i in range(len(model.layers))
         ]
 
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
-        """Return [T, H] decisions of the tokens themselves; see `Decider`."""
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         assert self._rope is not None  # `needs` says so
         # One event of one layer, [1, 1, H, T, D].
         keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])
@@ -387,8 +349,7 @@ class WriteGates(BaseAdmission):
         gates = paged_gates(*rows, self._rope, weights)[0, 0]
         return Decisions((gates > self.threshold).T)
 
-    def gates(self, inputs: EventInputs, token: torch.Tensor) -> torch.Tensor:
-        """Evaluate [E, L, H, F] gates of held tokens; see `BaseAdmission`."""
+    def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
         keys = inputs.paged("keys")
         # Weights move to the device, and to the dtype of the model, once.
         self.weights = self.weights.to(keys.device, keys.pools[0].dtype)

@@ -5,7 +5,7 @@ Deviations: exactly `budget` tokens, must-keep tokens included; survivors stay i
 order (theirs are left in score order, which later events take for time order).
 """
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -20,13 +20,8 @@ class UniformTopK(BaseAllocator):
     source = "kvpress 0.4.0, ScorerPress"
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
-        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
         # After an admission a row may hold fewer tokens than the budget.
         size = inputs.lengths.clamp(max=budget)

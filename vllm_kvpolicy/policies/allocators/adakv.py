@@ -10,8 +10,8 @@ dropped tokens with ones that get no attention, and later events score those); t
 must-keep set comes on top of a head's own share (theirs is part of it).
 """
 
-import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -45,11 +45,7 @@ class AdaKVAllocator(BaseAllocator):
         )
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
         """Pick H * `budget` tokens per layer of `score` [E, L, H, T], all if fewer."""
         must_keep = limit_must_keep(inputs.must_keep, budget)
@@ -66,6 +62,6 @@ class AdaKVAllocator(BaseAllocator):
         return Decision(keep, score)
 
 
-def _as_one_row(per_head: torch.Tensor) -> torch.Tensor:
+def _as_one_row(per_head: Tensor) -> Tensor:
     """Line up the tokens of a layer's heads, [E, L, H, T] to [E, L, T * H]."""
     return per_head.transpose(-1, -2).flatten(-2)

@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import AfterValidator, Field
+from torch import Tensor
 
 from vllm_kvpolicy.config_keys import DEFAULT_RECENT, DEFAULT_SINKS
 from vllm_kvpolicy.kernels.ranking import ascending_indices, limit_must_keep, top_k_mask
@@ -66,12 +67,10 @@ class AMSOptions(PoolOptions):
         0.1, ge=0.001, lt=1, description="attention mass of a segment"
     )
     min_segment: Tokens = Field(
-        16,
-        description="minimum segment length in tokens; shorter segments are merged",
+        16, description="minimum segment length in tokens; shorter segments are merged"
     )
     max_segment: Annotated[Tokens, AfterValidator(AtLeast("min_segment"))] = Field(
-        256,
-        description="maximum segment length in tokens; longer segments are split",
+        256, description="maximum segment length in tokens; longer segments are split"
     )
     min_quota: int = Field(
         1, ge=0, le=MOST_TOKENS, description="minimum quota of a segment in tokens"
@@ -95,8 +94,7 @@ class AMSOptions(PoolOptions):
         description="segment boundaries: by mass, or every `fixed_segment` tokens",
     )
     fixed_segment: Tokens = Field(
-        128,
-        description="segment length in tokens if `segments` is fixed",
+        128, description="segment length in tokens if `segments` is fixed"
     )
     suffix_pad: Literal["max", "mean", "none"] = Field(
         "max", description="mass assigned to each of the newest `window` tokens"
@@ -152,29 +150,29 @@ class AMSChoice:
     """Result of `choose`.
 
     Args:
-        keep: [R, T] bool.
+        keep: [R, T] bool, `budget` True per row.
         segments: [R, S, 2] int64, half-open (start, end), unused ones (length, length).
         quotas: [R, S] int64; add up to K in parity mode, else to K minus must-keep.
         credit: [R, T], float64 in parity mode, else float32; zero on padding.
         mass: [R, T] float64, adds up to 1, zero on padding.
     """
 
-    keep: torch.Tensor
-    segments: torch.Tensor
-    quotas: torch.Tensor
-    credit: torch.Tensor
-    mass: torch.Tensor
+    keep: Tensor
+    segments: Tensor
+    quotas: Tensor
+    credit: Tensor
+    mass: Tensor
 
 
 def choose(
-    usage: torch.Tensor,
-    score: torch.Tensor,
-    must_keep: torch.Tensor,
-    lengths: torch.Tensor,
+    usage: Tensor,
+    score: Tensor,
+    must_keep: Tensor,
+    lengths: Tensor,
     budget: int,
     config: AMSConfig,
-    credit: torch.Tensor | None,
-    candidates: torch.Tensor | None = None,
+    credit: Tensor | None,
+    candidates: Tensor | None = None,
 ) -> AMSChoice:
     """Choose `budget` tokens per row around a given must-keep set.
 
@@ -187,9 +185,6 @@ def choose(
         config: parameters; `sinks` and `recent` are not read here.
         credit: [R, T] or None.
         candidates: [R, T] bool, what may be chosen, must-keep tokens included.
-
-    Returns:
-        A mask with `budget` True per row, segments, quotas and the new credit.
     """
     valid = torch.arange(usage.shape[-1], device=usage.device) < lengths[:, None]
     if config.parity:
@@ -223,21 +218,11 @@ def choose(
 
 
 def mass_as_code(
-    usage: torch.Tensor,
-    valid: torch.Tensor,
-    credit: torch.Tensor | None,
-    config: AMSConfig,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    usage: Tensor, valid: Tensor, credit: Tensor | None, config: AMSConfig
+) -> tuple[Tensor, Tensor]:
     """Do as `credited_mass_ref` by the rules of the code: all of it in float64 sums.
 
-    Args:
-        usage: [R, T] floating point.
-        valid: [R, T] bool, False on padding.
-        credit: [R, T] c_old, or None at a first event.
-        config: parameters.
-
-    Returns:
-        mass [R, T] float64, adding up to 1, and c [R, T] float64; both zero on padding.
+    Returns mass and credit, both [R, T] float64; `valid` [R, T] is False on padding.
     """
     mass = _normalise_as_code(usage, valid)
     if credit is None:
@@ -249,7 +234,7 @@ def mass_as_code(
     return _normalise_as_code(mixed, valid), updated
 
 
-def _normalise_as_code(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def _normalise_as_code(values: Tensor, valid: Tensor) -> Tensor:
     """Shift by MASS_EPS and scale [R, T] to sum 1 per row, in float64."""
     positive = torch.where(valid, values.double().clamp(min=0) + MASS_EPS, 0.0)
     return positive / positive.sum(-1, keepdim=True)
@@ -262,24 +247,24 @@ class AMSSelection:
     Args:
         keep: [R, K] int64, token indices, ascending; -1 on the right of rows that hold
             fewer than K tokens.
-        segments: [R, S, 2] int64, half-open (start, end), unused ones (length, length).
-        quotas: [R, S] int64; add up to K in parity mode, else to K minus must-keep.
-        credit: [R, K], credit of the kept tokens, float64 in parity mode, else float32.
+        segments: see `AMSChoice`.
+        quotas: likewise.
+        credit: [R, K], of the kept tokens.
     """
 
-    keep: torch.Tensor
-    segments: torch.Tensor
-    quotas: torch.Tensor
-    credit: torch.Tensor
+    keep: Tensor
+    segments: Tensor
+    quotas: Tensor
+    credit: Tensor
 
 
 def select(
-    usage: torch.Tensor,
-    score: torch.Tensor,
+    usage: Tensor,
+    score: Tensor,
     budget: int,
     config: AMSConfig,
-    credit: torch.Tensor | None = None,
-    lengths: torch.Tensor | None = None,
+    credit: Tensor | None = None,
+    lengths: Tensor | None = None,
 ) -> AMSSelection:
     """Choose `budget` tokens per row of plain tensors, without an engine.
 
@@ -302,9 +287,6 @@ def select(
             None at a first event.
         lengths: [R] int64, tokens per row where rows are right-padded, else T.
 
-    Returns:
-        Kept indices, segments, quotas and the credit of the kept tokens.
-
     Raises:
         ValueError: shapes that do not fit, or a budget outside 1..T.
     """
@@ -321,8 +303,8 @@ def select(
 
 
 def _sinks_and_recent(
-    lengths: torch.Tensor, num_tokens: int, budget: int, config: AMSConfig
-) -> torch.Tensor:
+    lengths: Tensor, num_tokens: int, budget: int, config: AMSConfig
+) -> Tensor:
     """Mark each row's first and newest tokens, [R, T] bool, at most `budget`."""
     if config.parity:
         recent = min(config.recent, budget)
@@ -336,10 +318,7 @@ def _sinks_and_recent(
 
 
 def _check_rows(
-    usage: torch.Tensor,
-    score: torch.Tensor,
-    budget: int,
-    credit: torch.Tensor | None,
+    usage: Tensor, score: Tensor, budget: int, credit: Tensor | None
 ) -> tuple[int, int]:
     """Return (R, T) or raise ValueError."""
     if usage.ndim != 2 or usage.shape != score.shape or usage.shape[-1] == 0:
@@ -361,11 +340,7 @@ def _check_rows(
 
 
 class AMSAllocator(BaseAllocator):
-    """AMS over any scorer: mass comes from the window, choice from the score.
-
-    Args:
-        **options: those of `AMSOptions`.
-    """
+    """AMS over any scorer: mass comes from the window, choice from the score."""
 
     summary = "segments of equal attention mass, each with its own quota"
     source = "AMS, arXiv 2605.23200"
@@ -376,21 +351,14 @@ class AMSAllocator(BaseAllocator):
 
     def __init__(self, **options: Any) -> None:
         self.config = AMSConfig(**options)
+        window = self.config.window
         self.needs = Needs(
-            window_tokens=self.config.window,
-            usage=True,
-            keys=True,
-            memory=(CREDIT,),
+            window_tokens=window, usage=True, keys=True, memory=(CREDIT,)
         )
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
-        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         usage = measured(usage)
         shape = score.shape
         mass = pooled_usage(

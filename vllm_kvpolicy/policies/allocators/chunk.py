@@ -13,6 +13,7 @@ where heads have cut a chunk differently, one index names different tokens in th
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, rank_by, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -33,11 +34,7 @@ class ChunkAllocator(BaseAllocator):
         chunk_length: Tokens = Field(20, description="tokens per chunk")
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
         """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first.
 
@@ -54,9 +51,7 @@ class ChunkAllocator(BaseAllocator):
         must_keep = limit_must_keep(inputs.must_keep, budget)
         return Decision(top_k_mask(order, must_keep, inputs.valid, budget), order)
 
-    def _chunk_ranks(
-        self, score: torch.Tensor, valid: torch.Tensor, ranks: Ranks
-    ) -> torch.Tensor:
+    def _chunk_ranks(self, score: Tensor, valid: Tensor, ranks: Ranks) -> Tensor:
         """Rank the chunks of each layer, [E, L, C] int64, 0 for the best.
 
         A chunk with a NaN is a NaN, and ranks as one.
@@ -66,7 +61,7 @@ class ChunkAllocator(BaseAllocator):
         total, count = ranks.mean(torch.stack([total, count]))
         return rank_by(torch.zeros_like(count, dtype=torch.int64), total / count)
 
-    def _sum(self, values: torch.Tensor) -> torch.Tensor:
+    def _sum(self, values: Tensor) -> Tensor:
         """Add up [E, L, H, T] over heads and each chunk's tokens, to [E, L, C]."""
         length = min(self.options.chunk_length, values.shape[-1])
         missing = -values.shape[-1] % length

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.assign_pages import page_quota
 from vllm_kvpolicy.kernels.nucleus import nucleus_votes
@@ -44,8 +45,7 @@ SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
 class HardAllocator(BaseAllocator):
     """Sizes each head by how many keys hold most of its attention.
 
-    Args:
-        **options: those of `Options`; `window` is W and `hard_p` is p.
+    Of the options, `window` is W and `hard_p` is p.
     """
 
     summary = "each head's size follows how many keys hold most of its attention"
@@ -63,8 +63,7 @@ class HardAllocator(BaseAllocator):
             description="attention mass that a nucleus covers (top-p)",
         )
         hard_lower: Share = Field(
-            0.25,
-            description="minimum size of a head, as a multiple of the budget",
+            0.25, description="minimum size of a head, as a multiple of the budget"
         )
         hard_upper: float = Field(
             4.0,
@@ -110,11 +109,7 @@ class HardAllocator(BaseAllocator):
         self.dynamic = own.hard_mode == "dynamic"
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
         """Pick L * H * `budget` tokens per event of `score` [E, L, H, T].
 
@@ -134,8 +129,8 @@ class HardAllocator(BaseAllocator):
         return Decision(keep, score, merge=merge)
 
     def _rank(
-        self, score: torch.Tensor, inputs: EventInputs, usage: WindowUsage | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return score, positions from best to worst and who has a vote."""
         if self.options.hard_order == "attention":
             queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
@@ -147,7 +142,7 @@ class HardAllocator(BaseAllocator):
         longest = self._longest(usage)
         return score, order, fill_in_order(nobody, order, inputs.valid, longest)
 
-    def _longest(self, usage: WindowUsage | None) -> torch.Tensor:
+    def _longest(self, usage: WindowUsage | None) -> Tensor:
         """Return the largest nucleus of the window's rows, [E, L, H] int64 tokens."""
         nucleus = measured(usage).nucleus
         if nucleus is None:
@@ -155,13 +150,8 @@ class HardAllocator(BaseAllocator):
         return nucleus[..., -self.needs.window_tokens :].amax(-1)
 
     def _scale(
-        self,
-        sizes: torch.Tensor,
-        floors: torch.Tensor,
-        caps: torch.Tensor,
-        budget: int,
-        num_tokens: int,
-    ) -> torch.Tensor:
+        self, sizes: Tensor, floors: Tensor, caps: Tensor, budget: int, num_tokens: int
+    ) -> Tensor:
         """Scale the heads' sizes to a mean of `budget`, all [E, L, H] int64 tokens."""
         whole_model = self.options.hard_scope == "model"
         size, floor, cap = (
@@ -176,12 +166,8 @@ class HardAllocator(BaseAllocator):
 
 
 def scale_to(
-    total: torch.Tensor,
-    sizes: torch.Tensor,
-    floors: torch.Tensor,
-    caps: torch.Tensor,
-    most: int = 2**31,
-) -> torch.Tensor:
+    total: Tensor, sizes: Tensor, floors: Tensor, caps: Tensor, most: int = 2**31
+) -> Tensor:
     """Scale the sizes of each group's n heads until they add up to `total`.
 
     What floors and caps keep a head from giving or taking falls to the others evenly.
@@ -203,7 +189,7 @@ def scale_to(
 
 
 def choose_merge(
-    keep: torch.Tensor, order: torch.Tensor, inputs: EventInputs, usage: torch.Tensor
+    keep: Tensor, order: Tensor, inputs: EventInputs, usage: Tensor
 ) -> Merge:
     """Pair survivors with dropped tokens of their head, no sinks or local tokens.
 
@@ -232,12 +218,7 @@ def choose_merge(
     return Merge(partner, weight)
 
 
-def pair_up(
-    strong: torch.Tensor,
-    weak: torch.Tensor,
-    attention: torch.Tensor,
-    order: torch.Tensor,
-) -> torch.Tensor:
+def pair_up(strong: Tensor, weak: Tensor, attention: Tensor, order: Tensor) -> Tensor:
     """Pair the r-th strong token with the r-th last of as many weak ones.
 
     For example strong tokens A, B, C by attention and weak ones x, y, z, u by order: u

@@ -17,6 +17,7 @@ holds less, passes the difference on to all others evenly.
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.assign_pages import page_quota
 from vllm_kvpolicy.kernels.ranking import fill_next_best, limit_must_keep, top_k_mask
@@ -49,11 +50,7 @@ class PyramidAllocator(BaseAllocator):
         )
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
         """Pick L * H * `budget` tokens per event of `score` [E, L, H, T]."""
         num_events, num_layers, num_heads, _ = score.shape
@@ -71,13 +68,10 @@ class PyramidAllocator(BaseAllocator):
         quota = quota.view(num_events, num_layers, num_heads)
         return Decision(top_k_mask(score, must_keep, inputs.valid, quota), score)
 
-    def plan(self, num_layers: int, budget: int, held: torch.Tensor) -> torch.Tensor:
+    def plan(self, num_layers: int, budget: int, held: Tensor) -> Tensor:
         """Return K_l in whole tokens, [E, L] int64, falling and adding up to L * K.
 
-        Args:
-            num_layers: L.
-            budget: K, tokens.
-            held: [E] int64, tokens that heads hold on average, at least K.
+        Heads hold `held` [E] int64 tokens on average, at least K.
         """
         if num_layers == 1:
             return torch.full_like(held, budget)[:, None]
@@ -90,8 +84,8 @@ class PyramidAllocator(BaseAllocator):
 
 
 def layer_budgets(
-    num_layers: int, budget: float, length: torch.Tensor, beta: float, window: int = 0
-) -> torch.Tensor:
+    num_layers: int, budget: float, length: Tensor, beta: float, window: int = 0
+) -> Tensor:
     """Return the formula's budgets before rounding, [E, L] float64 tokens.
 
     Args:

@@ -7,6 +7,7 @@ Source: this project. Deviations: none.
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.kernels.segment_quota import pick_by_quota, round_robin
@@ -27,13 +28,8 @@ class StratifiedAllocator(BaseAllocator):
         strat_block: Tokens = Field(256, description="tokens per block")
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
-        """Pick `budget` tokens per row of `score` [E, L, H, T], must-keep first."""
         must_keep = limit_must_keep(inputs.must_keep, budget).flatten(0, 2)
         is_open = inputs.valid.flatten(0, 2) & ~must_keep
         num_tokens, size = score.shape[-1], self.options.strat_block

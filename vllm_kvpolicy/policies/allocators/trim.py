@@ -18,6 +18,7 @@ from functools import cache
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.ranking import limit_must_keep, top_k_mask
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -46,11 +47,7 @@ class TrimAllocator(BaseAllocator):
         )
 
     def choose(
-        self,
-        score: torch.Tensor,
-        inputs: EventInputs,
-        usage: WindowUsage | None,
-        budget: int,
+        self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
     ) -> Decision:
         """Pick at most L * H * `budget` tokens per event of `score` [E, L, H, T]."""
         held = inputs.valid if inputs.candidates is None else inputs.candidates

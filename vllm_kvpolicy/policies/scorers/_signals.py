@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -34,11 +35,7 @@ class TokenSignal:
     last: int | Fraction | None = None
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers to measure in a model of `num_layers`.
-
-        Raises:
-            ValueError: the model has no such layers.
-        """
+        """Return the layers to measure in a model; ValueError where it has no such."""
         last = num_layers - 1 if self.last is None else self.last
         first, last = (
             int(end * num_layers) if isinstance(end, Fraction) else end
@@ -52,33 +49,26 @@ class TokenSignal:
         return range(first, last + 1)
 
 
-def hidden_change(hidden: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Measure the step between two hidden states, ||hidden - before||_2.
+def hidden_change(hidden: Tensor, before: Tensor) -> Tensor:
+    """Measure ||hidden - before||_2 of a layer's outputs, also at the tokens before.
 
-    Args:
-        hidden: [..., d] model dtype, outputs of a decoder layer.
-        before: [..., d] model dtype, the same layer's outputs at the tokens before.
-
-    Returns:
-        [...] float32; the difference is rounded to the model dtype, the norm is not.
+    Both are [..., d] model dtype, to which the difference is rounded; the norm, [...]
+    float32, is not.
     """
     return torch.linalg.vector_norm(hidden - before, dim=-1, dtype=torch.float32)
 
 
 def signals_from_hidden(
-    signals: Sequence[TokenSignal], hidden: torch.Tensor
-) -> dict[TokenSignal, torch.Tensor]:
+    signals: Sequence[TokenSignal], hidden: Tensor
+) -> dict[TokenSignal, Tensor]:
     """Measure signals on the hidden states of one trace.
 
     Args:
-        signals: signals of the kind "hidden".
+        signals: of the kind "hidden"; others raise ValueError, as absent layers do.
         hidden: [N, T, d] floating point, outputs of all N decoder layers.
 
     Returns:
         By signal, [1, T] float32; zero at the first token.
-
-    Raises:
-        ValueError: a signal of another kind, or of layers that are not there.
     """
     measured = {}
     for signal in signals:
@@ -94,24 +84,15 @@ def signals_from_hidden(
     return measured
 
 
-def channel_variance(vectors: torch.Tensor) -> torch.Tensor:
-    """Compute the unbiased variance over channels, averaged over KV heads.
-
-    Args:
-        vectors: [T, H, D] floating point, keys or values as they are cached.
-
-    Returns:
-        [T] float32.
-    """
+def channel_variance(vectors: Tensor) -> Tensor:
+    """Average heads' unbiased variance of channels, [T, H, D] to [T] float32."""
     return vectors.float().var(-1).mean(-1)
 
 
 Z_EPS = 1e-6  # added to the standard deviation
 
 
-def rolling_mean(
-    values: torch.Tensor, first: torch.Tensor, window: int
-) -> torch.Tensor:
+def rolling_mean(values: Tensor, first: Tensor, window: int) -> Tensor:
     """Average the newest entries up to each one.
 
     Args:
@@ -126,9 +107,7 @@ def rolling_mean(
     return _window_sum(torch.where(exists, values.double(), 0.0), window) / count
 
 
-def rolling_zscore(
-    values: torch.Tensor, first: torch.Tensor, window: int
-) -> torch.Tensor:
+def rolling_zscore(values: Tensor, first: Tensor, window: int) -> Tensor:
     """Measure how far each entry lies from the rolling mean, in standard deviations.
 
     Takes what `rolling_mean` takes.
@@ -145,15 +124,13 @@ def rolling_zscore(
     return torch.where(count > 1, score, 0.0)
 
 
-def _samples(
-    values: torch.Tensor, first: torch.Tensor, window: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _samples(values: Tensor, first: Tensor, window: int) -> tuple[Tensor, Tensor]:
     """Return which entries exist and how many count at each one, both [R, T]."""
     age = torch.arange(values.shape[-1], device=values.device) - first[:, None]
     return age >= 0, (age + 1).clamp(1, window)
 
 
-def _window_sum(values: torch.Tensor, window: int) -> torch.Tensor:
+def _window_sum(values: Tensor, window: int) -> Tensor:
     """Sum `window` entries up to each one, [R, T] float64; outside counts as zero.
 
     Pooling adds them one by one: a difference of running sums would round differently

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.softmax import effective_window, window_logits
 from vllm_kvpolicy.policies.base import EventInputs
 
 
-def older_tokens(inputs: EventInputs, window_tokens: int) -> torch.Tensor:
+def older_tokens(inputs: EventInputs, window_tokens: int) -> Tensor:
     """Return [E, L, H, T] bool: tokens before the newest `window_tokens`."""
     token = torch.arange(inputs.must_keep.shape[-1], device=inputs.lengths.device)
     lengths = inputs.lengths
@@ -17,11 +18,11 @@ def older_tokens(inputs: EventInputs, window_tokens: int) -> torch.Tensor:
 
 
 def map_windows(
-    of_logits: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    of_logits: Callable[[Tensor, Tensor], Tensor],
     inputs: EventInputs,
     window_tokens: int,
-    measured: torch.Tensor,
-) -> torch.Tensor:
+    measured: Tensor,
+) -> Tensor:
     """Measure what the newest queries attend to, a few (event, layer) pairs at a time.
 
     Args:
@@ -37,11 +38,8 @@ def map_windows(
     queries = inputs.given("queries")[..., -window_tokens:, :]
 
     def of_pairs(
-        queries: torch.Tensor,
-        keys: torch.Tensor,
-        lengths: torch.Tensor,
-        measured: torch.Tensor,
-    ) -> torch.Tensor:
+        queries: Tensor, keys: Tensor, lengths: Tensor, measured: Tensor
+    ) -> Tensor:
         logits = window_logits(queries, keys, lengths, inputs.scale)
         return of_logits(logits, measured)
 
@@ -49,15 +47,11 @@ def map_windows(
     return map_pairs(of_pairs, pair_bytes, queries, keys, inputs.lengths, measured)
 
 
-def fill_with_highest(score: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+def fill_with_highest(score: Tensor, measured: Tensor) -> Tensor:
     """Give unmeasured tokens the highest measured score of their row.
 
-    Args:
-        score: [..., T] float32; may hold anything where nothing was measured.
-        measured: [..., T] bool.
-
-    Returns:
-        [..., T] float32; zero where nothing was measured in a row.
+    Scores [..., T] float32 may hold anything where nothing was measured; they are zero
+    in rows of which nothing was.
     """
     highest = score.masked_fill(~measured, -torch.inf).amax(-1, keepdim=True)
     highest = torch.where(measured.any(-1, keepdim=True), highest, 0.0)

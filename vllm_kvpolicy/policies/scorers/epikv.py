@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
@@ -46,33 +47,18 @@ LAG_EPS = 1e-9  # added to the range of a chunk
 
 @dataclass(frozen=True)
 class Mix:
-    """The score of a token: a weighted sum of rolling statistics of its signals.
-
-    Args:
-        signals: what is measured at each token.
-        weights: one per signal.
-        statistic: `rolling_mean` or `rolling_zscore`.
-    """
+    """The score of a token: a weighted sum of rolling statistics of its signals."""
 
     signals: tuple[TokenSignal, ...]
     weights: tuple[float, ...]
-    statistic: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    statistic: Callable[[Tensor, Tensor, int], Tensor]
 
     def scores(
-        self,
-        measured: Mapping[TokenSignal, torch.Tensor],
-        first: torch.Tensor,
-        window: int,
-    ) -> torch.Tensor:
-        """Score every token of a trace.
+        self, measured: Mapping[TokenSignal, Tensor], first: Tensor, window: int
+    ) -> Tensor:
+        """Score every token of a trace, [E, P] float32, from signals of that shape.
 
-        Args:
-            measured: by signal, [E, P] float32.
-            first: [E] int64, the first token that counts.
-            window: tokens in the statistics.
-
-        Returns:
-            [E, P] float32; zero before `first`.
+        Takes what `rolling_mean` does; zero before `first`.
         """
         terms = [
             weight * self.statistic(measured[signal], first, window)
@@ -124,8 +110,7 @@ class MixScorer(BaseScorer):
             "token's score; -1 picks it by depth",
         )
         a_last: Layer = Field(
-            -1,
-            description="last layer of band a; -1 picks it by depth",
+            -1, description="last layer of band a; -1 picks it by depth"
         )
         b_first: Layer = Field(
             -1,
@@ -133,8 +118,7 @@ class MixScorer(BaseScorer):
             "token's score; -1 picks it by depth",
         )
         b_last: Layer = Field(
-            -1,
-            description="last layer of band b; -1 picks it by depth",
+            -1, description="last layer of band b; -1 picks it by depth"
         )
         a_weight: float = Field(
             0.0,
@@ -160,7 +144,6 @@ class MixScorer(BaseScorer):
 
     @classmethod
     def from_options(cls, **options: Any) -> BaseScorer:
-        """Build the scorer of a variant; see `Word`."""
         variant, chunk = options["variant"], options["epikv_chunk"]
         if variant == "lag-kv":
             return LagScorer(chunk)
@@ -176,15 +159,13 @@ class MixScorer(BaseScorer):
         self.needs = Needs(positions=True, signals=mix.signals)
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the model has the layers; see `BaseScorer`."""
         for band, signal in zip("ab", self.mix.signals, strict=False):
             try:
                 signal.layers(model.num_layers)
             except ValueError as error:
                 raise ValueError(f"{band}_first, {band}_last: {error}") from None
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score [E, L, H, T] float32."""
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         first = inputs.given("prompt_lengths")
         if self.scores_prompt:
             first = torch.ones_like(first)
@@ -196,13 +177,9 @@ class MixScorer(BaseScorer):
 
 
 class SegmentScorer(MixScorer):
-    """Puts the best tokens of each segment before all others.
+    """Puts the best tokens of each segment, `segment` tokens long, before all others.
 
-    Args:
-        mix: ranks tokens within segments, and those that are not among the best.
-        stat_window: tokens in the rolling statistics.
-        segment: tokens per segment, counted from the first one held.
-        scores_prompt: see MixScorer.
+    Segments are counted from the first token held, and ranked within by the mix.
     """
 
     variance = TokenSignal("key")
@@ -214,8 +191,7 @@ class SegmentScorer(MixScorer):
         self.segment = segment
         self.needs |= Needs(signals=(self.variance,))
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score [E, L, H, T] float32."""
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         score = super().score(inputs, usage)
         variance = _at_positions(inputs.given("signals")[self.variance], inputs)
         valid, must_keep = inputs.valid, inputs.must_keep
@@ -236,8 +212,7 @@ class SegmentScorer(MixScorer):
 class LagScorer(BaseScorer):
     """Scores a token by the spread of its key and value, seen from the chunk before.
 
-    Args:
-        chunk: tokens per chunk, counted from the first one held.
+    Chunks of so many tokens are counted from the first one held.
     """
 
     needs = Needs(keys=True, values=True)
@@ -245,7 +220,7 @@ class LagScorer(BaseScorer):
     def __init__(self, chunk: int) -> None:
         self.chunk = chunk
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32, the same for all layers and heads."""
         valid = inputs.valid
         spread = lag_spread(inputs.given("keys"), valid, self.chunk)
@@ -253,26 +228,21 @@ class LagScorer(BaseScorer):
         return spread[:, None, None].expand(valid.shape)
 
 
-def _mix(variant: str, bands: Mapping[str, Any]) -> Mix:
-    """Return a mix with the layers and the weight that the options name.
-
-    Args:
-        variant: a key of `MIXES`.
-        bands: `a_first`, `a_last`, `b_first`, `b_last` and `a_weight`.
-    """
+def _mix(variant: str, options: Mapping[str, Any]) -> Mix:
+    """Return a mix of `MIXES` with the layers and the weight that the options name."""
     mix = MIXES[variant]
     if len(mix.signals) < 2:
         return mix
     signals = []
     for band, signal in zip("ab", mix.signals, strict=True):
-        ends = {end: bands[f"{band}_{end}"] for end in ("first", "last")}
+        ends = {end: options[f"{band}_{end}"] for end in ("first", "last")}
         chosen = {end: layer for end, layer in ends.items() if layer >= 0}
         signals.append(replace(signal, **chosen))
-    weight = bands["a_weight"] or mix.weights[0]
+    weight = options["a_weight"] or mix.weights[0]
     return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
 
 
-def _at_positions(by_position: torch.Tensor, inputs: EventInputs) -> torch.Tensor:
+def _at_positions(by_position: Tensor, inputs: EventInputs) -> Tensor:
     """Look [E, P] values up at the true positions of the held tokens, [E, L, H, T]."""
     positions = inputs.given("positions").clamp(0, by_position.shape[-1] - 1)
     rows = by_position[:, None, None].expand(*positions.shape[:3], -1)
@@ -280,13 +250,13 @@ def _at_positions(by_position: torch.Tensor, inputs: EventInputs) -> torch.Tenso
 
 
 def best_of_segments(
-    score: torch.Tensor,
-    variance: torch.Tensor,
-    older: torch.Tensor,
-    free: torch.Tensor,
+    score: Tensor,
+    variance: Tensor,
+    older: Tensor,
+    free: Tensor,
     segment: int,
     shares: Sequence[int],
-) -> torch.Tensor:
+) -> Tensor:
     """Mark the best tokens of each segment: more of them where keys vary more.
 
     Segments are ordered by mean variance; the lowest third (rounded down) keeps the
@@ -322,7 +292,7 @@ def best_of_segments(
     return is_choosable & (ranks_within(score, group) < share.gather(-1, index))
 
 
-def lag_spread(states: torch.Tensor, valid: torch.Tensor, chunk: int) -> torch.Tensor:
+def lag_spread(states: Tensor, valid: Tensor, chunk: int) -> Tensor:
     """Measure how far the channels of the mean over layers spread, mean over heads.
 
     Each channel is scaled by its range in the chunk before; the first chunk is not.
@@ -338,16 +308,14 @@ def lag_spread(states: torch.Tensor, valid: torch.Tensor, chunk: int) -> torch.T
     # A sum over layers in float64, a summand, and four float32 copies of the mean.
     event_bytes = 32 * states[0, 0].numel()
 
-    def of_chunk(states: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    def of_chunk(states: Tensor, valid: Tensor) -> Tensor:
         return _spread_of_mean(states, valid, chunk)
 
     spread = map_pairs(of_chunk, event_bytes, states[:, None], valid[:, None])
     return spread[:, 0]
 
 
-def _spread_of_mean(
-    states: torch.Tensor, valid: torch.Tensor, chunk: int
-) -> torch.Tensor:
+def _spread_of_mean(states: Tensor, valid: Tensor, chunk: int) -> Tensor:
     """Return [n, T] of states [n, L, H, T, D]; see `lag_spread`."""
     num_tokens = states.shape[3]
     chunk = min(chunk, num_tokens)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.paged_reductions import paged_norms, paged_quadratics
@@ -35,9 +36,8 @@ from vllm_kvpolicy.policies.words import BaseScorer
 class ExpectedAttentionScorer(BaseScorer):
     """Scores a token by the attention that queries like the newest will pay to it.
 
-    Args:
-        **options: those of `Options`; `expected_window` is W, `n_future` N, `epsilon`
-            eps, and `covariance` adds the half variance to z.
+    Of the options, `expected_window` is W, `n_future` N, `epsilon` eps, and
+    `covariance` adds the half variance to z.
     """
 
     summary = "attention expected from future queries, times the value's norm"
@@ -81,8 +81,7 @@ class ExpectedAttentionScorer(BaseScorer):
             rope=True,
         )
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score [E, L, H, T] float32."""
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         size, scale = self.needs.window_tokens, inputs.scale
         queries = inputs.given("queries")[..., -size:, :]
         num_real = inputs.end.clamp(max=size)[:, None].expand(queries.shape[:2])
@@ -112,14 +111,13 @@ class ExpectedAttentionScorer(BaseScorer):
 
 def turn_ahead(
     rope: Rope, num_queries: int, num_future: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the average rotation of each query to positions after the window.
 
     Args:
         rope: the model's rotary embedding; its scaling is in the queries already.
         num_queries: W, queries of the window; they are consecutive, the newest is last.
         num_future: N, positions averaged over.
-        device: of the result.
 
     Returns:
         [K, W, D] float32 each, by which each channel and the other one of its pair are
@@ -136,12 +134,12 @@ def turn_ahead(
 
 
 def _moments(
-    turn: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    turn: tuple[Tensor, Tensor, Tensor | None],
     covariance: bool,
-    queries: torch.Tensor,
-    num_real: torch.Tensor,
-    kind: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    queries: Tensor,
+    num_real: Tensor,
+    kind: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Return mean [n, Hq, D] and half the covariance [n, Hq, D, D] of turned queries.
 
     Args:

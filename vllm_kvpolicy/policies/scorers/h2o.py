@@ -12,7 +12,7 @@ must-keep set that all policies share.
 from collections.abc import Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import EventInputs, Needs
@@ -37,13 +37,13 @@ class H2OScorer(BaseScorer):
             window_tokens=window, usage=True, keys=True, memory=(RECEIVED,)
         )
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; what a token got from queries, never less."""
         usage = measured(usage)
         num_heads = inputs.lengths.shape[2]
         mean = usage.mean.unflatten(2, (num_heads, -1)).sum(3)
         return inputs.memory[RECEIVED] + mean * usage.window[..., None]
 
-    def remember(self, score: torch.Tensor) -> Mapping[str, torch.Tensor]:
+    def remember(self, score: Tensor) -> Mapping[str, Tensor]:
         """Keep the running sum."""
         return {RECEIVED: score}

@@ -5,7 +5,7 @@ https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/keydiff_press.py.
 Deviations: computed in float32, the sum over tokens in float64.
 """
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_cosines
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -21,6 +21,6 @@ class KeyDiffScorer(BaseScorer):
 
     needs = Needs(keys=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32 in [-1, 1]."""
         return -paged_cosines(inputs.paged("keys"), inputs.lengths)

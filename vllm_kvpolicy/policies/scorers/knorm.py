@@ -5,7 +5,7 @@ https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/knorm_press.py.
 Deviations: computed in float32; all layers take part (the paper spares the first two).
 """
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_norms
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -21,6 +21,6 @@ class KnormScorer(BaseScorer):
 
     needs = Needs(keys=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32, never positive."""
         return -paged_norms(inputs.paged("keys"), inputs.lengths)

@@ -12,6 +12,7 @@ run of must-keep tokens: a protected prompt as a whole.
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import leading_run, ranks_within
@@ -41,7 +42,7 @@ class LagKVScorer(BaseScorer):
 
     needs = Needs(keys=True, values=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32 in [0, 1]."""
         sinks = leading_run(inputs.must_keep).sum(-1, keepdim=True)
         token = torch.arange(inputs.must_keep.shape[-1], device=sinks.device)
@@ -56,9 +57,7 @@ class LagKVScorer(BaseScorer):
         ramp = torch.where(age >= 0, age / held, 1.0)
         return torch.where(num_blocks < 2, ramp, torch.where(has_next, score, 1.0))
 
-    def _score_blocks(
-        self, keys: torch.Tensor, values: torch.Tensor, index: torch.Tensor
-    ) -> torch.Tensor:
+    def _score_blocks(self, keys: Tensor, values: Tensor, index: Tensor) -> Tensor:
         """Score [n, H, T] the tokens in the order of `index`, zero in the last block.
 
         Args:
@@ -78,7 +77,7 @@ class LagKVScorer(BaseScorer):
             score = (lag - 1 - rank).view_as(score) / lag
         return F.pad(score.flatten(2), (0, num_tokens - (num_blocks - 1) * lag))
 
-    def _spread(self, states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def _spread(self, states: Tensor, index: Tensor) -> Tensor:
         """Compute a(x) [n, H, blocks - 1, lag] of states [n, H, T, D]."""
         blocks = torch.take_along_dim(states, index, 2).float()
         blocks = blocks.unflatten(2, (-1, self.options.lag))

@@ -5,10 +5,8 @@ https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/qfilter_press.py.
 Deviations: none. As in the published filters, f points away from the queries.
 """
 
-from typing import Any, Self
-
-import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_projections
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -17,18 +15,13 @@ from vllm_kvpolicy.policies.calibration import (
     DESCRIPTION,
     CalibratedScorer,
     Calibration,
-    load,
 )
 from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
 
 
 class QFilterScorer(CalibratedScorer):
-    """Scores a token by how far its key reaches in the direction of typical queries.
-
-    Args:
-        calibration: of kind "qfilter".
-    """
+    """Scores a token by how far its key reaches in the direction of typical queries."""
 
     summary = "keys that point in the direction of typical queries"
     source = "Q-Filters, arXiv 2503.02812"
@@ -39,21 +32,14 @@ class QFilterScorer(CalibratedScorer):
 
     needs = Needs(keys=True)
 
-    @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        """Build the scorer from its calibration file; see `Word`."""
-        return cls(load(options["qfilter_calibration"], "qfilter"))
-
     def __init__(self, calibration: Calibration) -> None:
         self.calibration = calibration
         self.filters = calibration.tensors["filters"]
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the filters of the rank's KV heads; see `OfModel`."""
         self.filters = shard.kv_heads(self.filters, 1)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score [E, L, H, T] float32."""
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         keys = inputs.paged("keys")
         self.filters = self.filters.to(keys.device)  # moves once
         filters = self.filters.expand(*keys.shape[:3], -1)

@@ -5,6 +5,7 @@ Source: this project. Deviations: none.
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs
@@ -33,7 +34,7 @@ class RandomScorer(BaseScorer):
         """Draw what the heads would get on one rank; see `BaseScorer`."""
         self.first_head = shard.first_kv_head
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32, uniform in [0, 1)."""
         num_layers, num_heads, num_tokens = inputs.must_keep.shape[1:]
         device = inputs.lengths.device
@@ -46,7 +47,7 @@ class RandomScorer(BaseScorer):
         return (draw >> 8).float() / 2**24
 
 
-def mix(values: torch.Tensor) -> torch.Tensor:
+def mix(values: Tensor) -> Tensor:
     """Hash int64 to 0..2^32-1: xor-shift and multiply, a bijection on 32-bit values.
 
     Source: https://nullprogram.com/blog/2018/07/31/ (lowbias32).

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.last_similar import last_similar
@@ -45,24 +46,21 @@ class RKVScorer(BaseScorer):
 
     class Options(BaseOptions):
         rkv_window: Queries = Field(
-            8,
-            description="number of newest queries that score the older tokens",
+            8, description="number of newest queries that score the older tokens"
         )
         rkv_kernel: Width = Field(7, description="width of the max pooling over tokens")
         rkv_lambda: Share = Field(
-            0.07,
-            description="weight of attention; redundancy gets the rest",
+            0.07, description="weight of attention; redundancy gets the rest"
         )
         rkv_threshold: Share = Field(
-            0.5,
-            description="cosine similarity above which two keys are similar",
+            0.5, description="cosine similarity above which two keys are similar"
         )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.needs = Needs(window_tokens=self.options.rkv_window, keys=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; the newest tokens get the highest."""
         size, keys = self.needs.window_tokens, inputs.given("keys")
         is_older = older_tokens(inputs, size)
@@ -80,14 +78,12 @@ class RKVScorer(BaseScorer):
         return fill_with_highest(score, is_older)
 
 
-def _attention(logits: torch.Tensor, is_older: torch.Tensor) -> torch.Tensor:
+def _attention(logits: Tensor, is_older: Tensor) -> Tensor:
     """Sum the attention of the window to the older keys, [n, H, T] float32."""
     return masked_softmax(logits.amax(2), is_older[:, :, None]).sum(2)
 
 
-def redundancy(
-    threshold: float, keys: torch.Tensor, valid: torch.Tensor
-) -> torch.Tensor:
+def redundancy(threshold: float, keys: Tensor, valid: Tensor) -> Tensor:
     """Measure how much each key resembles the other keys of its row.
 
     With keys k of length 1, the sum of column i is k_i . sum_j k_j - k_i . k_i, less

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.ranking import leading_run
 from vllm_kvpolicy.kernels.softmax import masked_softmax
@@ -43,8 +44,7 @@ class RPCScorer(BaseScorer):
 
     class Options(BaseOptions):
         rpc_window: Queries = Field(
-            32,
-            description="number of newest queries that score the older tokens",
+            32, description="number of newest queries that score the older tokens"
         )
         rpc_kernel: Width = Field(
             7, description="width of the average pooling over tokens"
@@ -54,7 +54,7 @@ class RPCScorer(BaseScorer):
         super().__init__(**options)
         self.needs = Needs(window_tokens=self.options.rpc_window, keys=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; prompt and newest tokens get the highest."""
         size = self.needs.window_tokens
         measured = older_tokens(inputs, size) & ~leading_run(inputs.must_keep)
@@ -66,6 +66,6 @@ class RPCScorer(BaseScorer):
         return fill_with_highest(pooled.view(measured.shape), measured)
 
 
-def _received(logits: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+def _received(logits: Tensor, measured: Tensor) -> Tensor:
     """Sum each token's share of attention over the window, [n, Hq, T] float32."""
     return masked_softmax(logits, measured[:, :, None, None]).sum(3).flatten(1, 2)

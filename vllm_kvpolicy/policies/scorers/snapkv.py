@@ -9,7 +9,7 @@ score (kvpress takes the maximum over all heads and requests, in later versions 
 
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
@@ -35,7 +35,7 @@ class SnapKVScorer(BaseScorer):
         window = self.options.window
         self.needs = Needs(window_tokens=window, usage=True, keys=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32, zero on padding."""
         usage = measured(usage)
         mean = mean_over_group(usage.mean, inputs.lengths.shape[2])

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.softmax import effective_window, masked_softmax
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
@@ -39,8 +40,7 @@ class SnapMaxScorer(BaseScorer):
 
     class Options(BaseOptions):
         snapmax_window: Queries = Field(
-            256,
-            description="number of newest queries that score the older tokens",
+            256, description="number of newest queries that score the older tokens"
         )
         snapmax_kernel: Width = Field(
             5, description="width of the max pooling over tokens"
@@ -50,7 +50,7 @@ class SnapMaxScorer(BaseScorer):
         super().__init__(**options)
         self.needs = Needs(window_tokens=self.options.snapmax_window, keys=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; tokens that are not scored get the highest."""
         size = self.needs.window_tokens
         held = inputs.valid if inputs.candidates is None else inputs.candidates
@@ -59,7 +59,7 @@ class SnapMaxScorer(BaseScorer):
         attention = attention / effective_window(inputs.lengths, size)[..., None]
         return fill_with_highest(self._pooled(attention, measured), measured)
 
-    def _pooled(self, attention: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+    def _pooled(self, attention: Tensor, measured: Tensor) -> Tensor:
         """Take maxima over neighbouring measured tokens, both [E, L, H, T]."""
         place = measured.long().cumsum(-1) - 1
         packed = F.pad(torch.zeros_like(attention), (0, 1))
@@ -71,6 +71,6 @@ class SnapMaxScorer(BaseScorer):
         return pooled.view_as(attention).gather(-1, place.clamp(min=0))
 
 
-def _attention(logits: torch.Tensor, measured: torch.Tensor) -> torch.Tensor:
+def _attention(logits: Tensor, measured: Tensor) -> Tensor:
     """Sum the window's largest attention to measured tokens, [n, H, T] float32."""
     return masked_softmax(logits, measured[:, :, None, None]).amax(2).sum(2)

@@ -7,6 +7,7 @@ place in the cache); the sinks are part of the must-keep set that all policies s
 """
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import EventInputs
@@ -19,7 +20,7 @@ class StreamingScorer(BaseScorer):
     summary = "sinks and the newest tokens"
     source = "StreamingLLM, arXiv 2309.17453"
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32: the token's index (exact below 2^24)."""
         shape = inputs.must_keep.shape
         index = torch.arange(shape[-1], device=inputs.lengths.device)

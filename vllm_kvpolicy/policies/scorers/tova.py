@@ -10,6 +10,7 @@ index names different tokens in different heads.
 """
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, measured
 from vllm_kvpolicy.policies.base import EventInputs, Needs
@@ -17,16 +18,8 @@ from vllm_kvpolicy.policies.ranks import Ranks
 from vllm_kvpolicy.policies.words import BaseScorer
 
 
-def cross_head_mean(per_query_head: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """Average over all query heads of a layer.
-
-    Args:
-        per_query_head: [E, L, Hq, T] float32, those of this rank.
-        ranks: with the others.
-
-    Returns:
-        [E, L, 1, T] float32.
-    """
+def cross_head_mean(per_query_head: Tensor, ranks: Ranks) -> Tensor:
+    """Average all query heads of a layer, this rank's [E, L, Hq, T] to [E, L, 1, T]."""
     return ranks.mean(per_query_head.mean(2, keepdim=True))
 
 
@@ -39,7 +32,7 @@ class TovaScorer(BaseScorer):
 
     needs = Needs(window_tokens=1, usage=True, keys=True)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; heads differ only in where they end."""
         usage = measured(usage)
         score = cross_head_mean(usage.last, inputs.ranks)

@@ -14,10 +14,11 @@ are float32 up to 70000 rad); no noise on ties. Mean and deviation are those of 
 tokens but the leading run of must-keep tokens (theirs: but the prompt).
 """
 
-from typing import Any, Literal, Self
+from typing import Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged_reductions import paged_pair_projections
 from vllm_kvpolicy.kernels.ranking import leading_run
@@ -28,7 +29,6 @@ from vllm_kvpolicy.policies.calibration import (
     DESCRIPTION,
     CalibratedScorer,
     Calibration,
-    load,
 )
 from vllm_kvpolicy.policies.options import BaseOptions, FilePath
 from vllm_kvpolicy.policies.ranks import HeadShard
@@ -38,14 +38,7 @@ MIN_DEVIATION = 1e-6
 
 
 class TriAttentionScorer(CalibratedScorer):
-    """Scores a token by the attention expected from future queries.
-
-    Args:
-        calibration: of kind "triattention".
-        aggregate: "max" or "mean" of the query heads of a group.
-        has_direction: count the first sum, which depends on distance.
-        has_mean_length: subtract |Q| in the second sum.
-    """
+    """Scores a token by the attention expected from future queries."""
 
     summary = "attention expected from the mean query at future positions"
     source = "TriAttention, arXiv 2604.04921"
@@ -62,46 +55,31 @@ class TriAttentionScorer(CalibratedScorer):
 
     needs = Needs(keys=True, rope=True, halves=True)
 
-    @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        """Build the scorer from its calibration file; see `Word`."""
-        calibration = load(options["triattention_calibration"], "triattention")
-        return cls(calibration, options["tri_aggregate"])
-
-    def __init__(
-        self,
-        calibration: Calibration,
-        aggregate: str,
-        has_direction: bool = True,
-        has_mean_length: bool = True,
-    ) -> None:
+    def __init__(self, calibration: Calibration, tri_aggregate: str) -> None:
         self.calibration = calibration
-        self.aggregate = aggregate
+        self.aggregate = tri_aggregate
         stored = calibration.tensors
-        query = torch.complex(stored["query_real"], stored["query_imag"])
-        self.by_length = stored["query_abs"] - query.abs() * has_mean_length
-        self.query = query * has_direction
+        self.query = torch.complex(stored["query_real"], stored["query_imag"])
+        self.by_length = stored["query_abs"] - self.query.abs()
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Take the statistics of the query heads of the rank; see `OfModel`."""
         self.query = shard.query_heads(self.query, 1)
         self.by_length = shard.query_heads(self.by_length, 1)
 
-    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> torch.Tensor:
-        """Score [E, L, H, T] float32."""
+    def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         counted = inputs.valid & ~leading_run(inputs.must_keep)
         grouped = self.per_query_head(inputs).unflatten(2, (counted.shape[2], -1))
         z_score = standardised(grouped, counted[:, :, :, None])
         return z_score.amax(3) if self.aggregate == "max" else z_score.mean(3)
 
-    def per_query_head(self, inputs: EventInputs) -> torch.Tensor:
+    def per_query_head(self, inputs: EventInputs) -> Tensor:
         """Return s [E, L, Hq, T] float32, zero on padding."""
         keys, rope = inputs.paged("keys"), inputs.given("rope")
         # Moves to the keys' device once.
         self.query = self.query.to(keys.device)
         self.by_length = self.by_length.to(keys.device)
         scaling = rope.scaling
-        if isinstance(scaling, torch.Tensor):
+        if isinstance(scaling, Tensor):
             scaling = rope.by_layer(scaling)[:, None]
         rotation = rope.by_layer(mean_rotation(inputs.end, rope))[:, :, None]
         turned = scaling * self.query * rotation
@@ -114,30 +92,20 @@ class TriAttentionScorer(CalibratedScorer):
         )
 
 
-def mean_rotation(end: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Average the rotations at the distances d from the next position.
+def mean_rotation(end: Tensor, rope: Rope) -> Tensor:
+    """Average the rotations at the distances d from `end`, the next position.
 
-    Args:
-        end: [E] int64, next position.
-        rope: the model's rotary embedding; its scaling is left out.
-
-    Returns:
-        [E, D/2] complex128, of kinds [E, K, D/2].
+    Without scaling; [E, D/2] complex128, of kinds [E, K, D/2].
     """
     distance = 2 ** torch.arange(NUM_DISTANCES, device=end.device)
     angle = rope.angles(end[:, None] + distance)
     return torch.polar(torch.ones_like(angle), angle).mean(1)
 
 
-def standardised(score: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Shift and scale each row to mean 0 and standard deviation 1.
+def standardised(score: Tensor, counted: Tensor) -> Tensor:
+    """Shift and scale rows [..., T] float32 to mean 0 and standard deviation 1.
 
-    Args:
-        score: [..., T] float32.
-        counted: bool, broadcastable to [..., T]: tokens of the mean and the deviation.
-
-    Returns:
-        [..., T] float32; smaller deviations count as `MIN_DEVIATION`.
+    Of the counted tokens; smaller deviations count as `MIN_DEVIATION`.
     """
     count = counted.sum(-1, keepdim=True).clamp_min(1)
     score = score.double()

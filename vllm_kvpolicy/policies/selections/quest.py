@@ -16,8 +16,8 @@ local tokens but its newest page, and one choice per query head.
 """
 
 import numpy as np
-import torch
 from pydantic import Field
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.page_bounds import page_scores
 from vllm_kvpolicy.policies.options import BaseOptions, Tokens
@@ -50,11 +50,7 @@ class Quest(Word):
         return -(-np.maximum(self.options.quest_budget - local, 0) // block_size)
 
     def scores(
-        self,
-        queries: torch.Tensor,
-        pages: torch.Tensor,
-        counts: torch.Tensor,
-        bounds: torch.Tensor,
-    ) -> torch.Tensor:
+        self, queries: Tensor, pages: Tensor, counts: Tensor, bounds: Tensor
+    ) -> Tensor:
         """Return [R, C] float32; see `kernels.page_bounds.page_scores`."""
         return page_scores(queries, pages, counts, bounds)

@@ -12,7 +12,8 @@ import torch
 from vllm_kvpolicy.kernels.compact_pages import Moves
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.visibility import NEVER, until_attention, write_until
-from vllm_kvpolicy.policies.base import Decider, Needs
+from vllm_kvpolicy.policies.base import Needs
+from vllm_kvpolicy.policies.words import BaseAdmission
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
@@ -45,7 +46,7 @@ class VisibleUntil(Capture):
 
     def __init__(
         self,
-        decider: Decider,
+        decider: BaseAdmission,
         num_sinks: int,
         block_size: int,
         num_kv_heads: int,

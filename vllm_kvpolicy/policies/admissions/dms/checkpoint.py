@@ -10,12 +10,12 @@ recipe writes them. Deviations: none.
 
 from collections.abc import Iterable
 
-import torch
+from torch import Tensor
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 ADAPTER = ".self_attn.dms_proj_alpha"
-Weights = Iterable[tuple[str, torch.Tensor]]
+Weights = Iterable[tuple[str, Tensor]]
 
 
 def without_adapters(weights: Weights) -> Weights:

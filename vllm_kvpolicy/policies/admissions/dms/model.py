@@ -14,37 +14,26 @@ models from the paper are fields of `DmsRule`.
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 from huggingface_hub import snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from vllm_kvpolicy.policies import model_files
-from vllm_kvpolicy.policies.model_files import ModelFile
+from vllm_kvpolicy.policies.model_files import LayerFile
 
 # Model types, and vLLM's classes of such models.
 FLAVOURS = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-# Names in a file, and of the fields of `kernels.dms_decision.DecisionWeights`.
-NAMES = {
-    "dms_proj_alpha_norm.weight": "norm",
-    "dms_proj_alpha.weight": "projection",
-}
-
-
-def full_name(layer: int, name: str) -> str:
-    """Return the name of a tensor of `NAMES` in a file."""
-    return f"model.layers.{layer}.self_attn.{name}"
 
 
 @dataclass(frozen=True)
-class DmsAdapter(ModelFile):
+class DmsAdapter(LayerFile):
     """The adapter of a model, and what it was trained for.
 
     A small projection per layer, with names and shapes as the checkpoints of
@@ -58,7 +47,7 @@ class DmsAdapter(ModelFile):
         model: name of the model, as it was given; "" where a file does not say.
         flavour: type of the model, one of `FLAVOURS`.
         num_layers: L.
-        num_kv_heads: H, KV heads per layer.
+        num_kv_heads: H.
         hidden_size: d, channels of the residual stream.
         window: W; query i sees key j where i - j <= W, W + 1 keys with itself.
         alpha_scale: factor on the projection's output.
@@ -67,12 +56,15 @@ class DmsAdapter(ModelFile):
         target_cr: tokens per token kept that it was trained for.
         kept_fraction: kept share of the tokens that were evaluated after training, of
             all layers and heads; NaN where a file does not say.
-        tensors: float32 by name, see `shapes`.
-        path: where it was read from, for errors.
     """
 
     NAME = "dms adapter"
     FORMAT = "vllm-kvpolicy dms adapter 1"
+    # The fields are those of `kernels.dms_decision.DecisionWeights`.
+    NAMES = {
+        "dms_proj_alpha_norm.weight": "norm",
+        "dms_proj_alpha.weight": "projection",
+    }
 
     model: str
     flavour: str
@@ -82,39 +74,15 @@ class DmsAdapter(ModelFile):
     window: int
     target_cr: float
     kept_fraction: float
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
     alpha_scale: float = 100.0
     alpha_offset: float = 5.0
     shift: int = 1
     path: str | Path = ""
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors: norms [d], projections [H, d]."""
-        size = self.hidden_size
-        shapes = ((size,), (self.num_kv_heads, size))
-        return {
-            full_name(layer, name): shape
-            for layer in range(self.num_layers)
-            for name, shape in zip(NAMES, shapes, strict=True)
-        }
-
-    def stacked(self) -> dict[str, torch.Tensor]:
-        """Return `norm` [L, d] and `projection` [L, H, d], float32."""
-        layers = range(self.num_layers)
-        return {
-            field: torch.stack([self.tensors[full_name(i, name)] for i in layers])
-            for name, field in NAMES.items()
-        }
-
-
-def unstacked(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file; the inverse of `DmsAdapter.stacked`."""
-    return {
-        full_name(layer, name): tensor.detach().to("cpu", torch.float32).contiguous()
-        for name, field in NAMES.items()
-        for layer, tensor in enumerate(weights[field])
-    }
+    def layer_shapes(self) -> Iterable[tuple[int, ...]]:
+        """Return the shapes of a layer's norm [d] and projection [H, d]."""
+        return (self.hidden_size,), (self.num_kv_heads, self.hidden_size)
 
 
 expect = partial(model_files.expect, DmsAdapter.NAME)
@@ -140,7 +108,7 @@ def load(path: str | Path) -> DmsAdapter:
     else:
         adapter, per_layer = DmsAdapter.from_file(path, VALID), False
     _check_fields(adapter)
-    model_files.check_tensors(adapter.NAME, path, adapter.tensors, adapter.shapes)
+    adapter.check()
     if per_layer:
         _follow_first_head(adapter)
     return adapter
@@ -148,27 +116,20 @@ def load(path: str | Path) -> DmsAdapter:
 
 def _check_fields(adapter: DmsAdapter) -> None:
     """Check the fields that are not tensors."""
-    path = adapter.path
-    if adapter.flavour not in FLAVOURS:
-        expect(path, "flavour", adapter.flavour, " or ".join(FLAVOURS))
+    require, scale = adapter.require, adapter.alpha_scale
+    require("flavour", adapter.flavour in FLAVOURS, " or ".join(FLAVOURS))
     adapter.check_sizes("num_layers", "num_kv_heads", "hidden_size", "window")
-    if adapter.num_layers > len(adapter.tensors):
-        expect(
-            path, "num_layers", adapter.num_layers, f"at most {len(adapter.tensors)}"
-        )
-    if adapter.shift not in (0, 1):
-        expect(path, "shift", adapter.shift, "0 or 1")
-    if not 1 <= adapter.target_cr < math.inf:
-        expect(path, "target_cr", adapter.target_cr, "a number of at least 1")
-    if not 0 < adapter.alpha_scale < math.inf:
-        expect(path, "alpha_scale", adapter.alpha_scale, "a number above 0")
-    if not math.isfinite(adapter.alpha_offset):
-        expect(path, "alpha_offset", adapter.alpha_offset, "a number")
+    require("shift", adapter.shift in (0, 1), "0 or 1")
+    require("target_cr", 1 <= adapter.target_cr < math.inf, "a number of at least 1")
+    require("alpha_scale", 0 < scale < math.inf, "a number above 0")
+    require("alpha_offset", math.isfinite(adapter.alpha_offset), "a number")
 
 
 def _load_folder(folder: Path) -> tuple[DmsAdapter, bool]:
     """Read a checkpoint; also return whether its first head decides for a layer."""
-    config = _read_json(folder / "config.json")
+    config = model_files.read_json(DmsAdapter.NAME, folder / "config.json", VALID)
+    if not isinstance(config, dict):
+        _refuse(folder / "config.json", type(config).__name__)
     if not any(key.startswith("dms_") for key in config):
         _refuse(folder, "a config.json without dms_ keys")
     # Keys that are not there mean what they do to the class that wrote the others.
@@ -211,43 +172,23 @@ def _refuse(path: Path, found: str) -> NoReturn:
     raise ValueError(f"{DmsAdapter.NAME} {path}: got {found}, expected {VALID}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a file holds."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        _refuse(path, str(error))
-    if not isinstance(content, dict):
-        _refuse(path, type(content).__name__)
-    return content
-
-
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+def _read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the adapter's tensors of all safetensors files, in float32."""
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in filter(_TENSOR.fullmatch, file.keys()):
-                    tensors[name] = file.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            _refuse(path, str(error))
+        tensors |= model_files.read(DmsAdapter.NAME, path, VALID, _TENSOR.fullmatch)[1]
     if not tensors:
         _refuse(folder, "no such tensor in a .safetensors file")
     biases = [name for name in tensors if name.endswith("dms_proj_alpha.bias")]
     if biases:
         expect(folder, "biases, which no released model has", biases, [])
-    for name, tensor in tensors.items():
-        floating = tensor.is_floating_point()
-        expect(folder, f"{name} is floating point", floating, True)
-    return {name: tensor.float() for name, tensor in tensors.items()}
+    return model_files.as_float32(DmsAdapter.NAME, folder, tensors)
 
 
 def _follow_first_head(adapter: DmsAdapter) -> None:
     """Give all heads of a layer the weights of its first one."""
-    (name,) = (name for name, field in NAMES.items() if field == "projection")
     for layer in range(adapter.num_layers):
-        weight = adapter.tensors[full_name(layer, name)]
+        weight = adapter.tensors[adapter.full_name(layer, "dms_proj_alpha.weight")]
         weight.copy_(weight[:1].expand_as(weight).clone())
 
 
@@ -283,24 +224,11 @@ class DmsRule:
     zero_after_rope: bool = True
     per_layer: bool = False
 
-    def with_options(self, options: Mapping[str, Any]) -> "DmsRule":
-        """Return the rule with the values that the user overrides.
-
-        Args:
-            options: resolved options of the policy.
-        """
-        names = ("window", "channel", "shift", "zero_after_rope")
-        given = {name: options[f"dms_{name}"] for name in names}
-        return replace(self, **{k: v for k, v in given.items() if v is not None})
-
 
 def rule_of_config(config: Any) -> DmsRule | None:
-    """Return the rule of a model's configuration, None where it has no `dms_*` keys.
+    """Return the rule of a model's text configuration, None without `dms_*` keys.
 
-    Keys that are missing mean what they do to the released models.
-
-    Args:
-        config: the model's text configuration, any object with its keys as attributes.
+    Keys, its attributes, that are missing mean what they do to the released models.
     """
     keys = {key: value for key, value in vars(config).items() if value is not None}
     if not any(key.startswith("dms_") for key in keys):
@@ -318,12 +246,7 @@ def rule_of_config(config: Any) -> DmsRule | None:
 
 
 def model_folder(model_config: Any) -> Path:
-    """Return the folder of a model whose weights are on this machine.
-
-    Args:
-        model_config: vLLM's ModelConfig; its model is a folder, or a name on the hub
-            that has been downloaded.
-    """
+    """Return the folder of a model: itself, or what was downloaded from the hub."""
     if Path(model_config.model).is_dir():
         return Path(model_config.model)
     name, revision = model_config.model, model_config.revision
@@ -352,7 +275,7 @@ def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
         revision: of a name on the hub.
 
     Raises:
-        ValueError: the file is not one that can be read.
+        ValueError: the file cannot be read.
     """
     path = _metadata_file(model, revision)
     if path is None:
@@ -376,25 +299,10 @@ def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
 def rule_of_model(model_config: Any) -> DmsRule | None:
     """Return the rule that a model itself names, None where it has none.
 
-    Args:
-        model_config: vLLM's ModelConfig.
-
-    Raises:
-        ValueError: a broken `dms_metadata.json`.
+    Raises ValueError for a broken `dms_metadata.json`.
     """
     found = rule_of_config(model_config.hf_text_config)
     return found or rule_of_metadata(model_config.model, model_config.revision)
-
-
-def rule_of_adapter(adapter: DmsAdapter) -> DmsRule:
-    """Return the rule of an adapter that is served with a plain model."""
-    return DmsRule(
-        is_borrowed=False,
-        window=adapter.window,
-        scale=adapter.alpha_scale,
-        offset=adapter.alpha_offset,
-        shift=adapter.shift,
-    )
 
 
 def rule_for(
@@ -418,24 +326,28 @@ def rule_for(
                 f"dms_adapter: {model_config.model} already decides in a channel of "
                 "its queries; leave the adapter out"
             )
-        rule = rule_of_adapter(adapter)
+        rule = DmsRule(
+            is_borrowed=False,
+            window=adapter.window,
+            scale=adapter.alpha_scale,
+            offset=adapter.alpha_offset,
+            shift=adapter.shift,
+        )
     if rule is None:
         raise ValueError(
             f"dms: {model_config.model} has no dms_* keys in config.json and no "
             f"{METADATA_FILE} on this machine, so it makes no decisions of its own; "
             "set dms_adapter to an adapter from `python -m training dms`"
         )
-    return rule.with_options(options)
+    names = ("window", "channel", "shift", "zero_after_rope")
+    given = {name: options[f"dms_{name}"] for name in names}
+    return replace(rule, **{k: v for k, v in given.items() if v is not None})
 
 
 def refuse_plain(model_config: Any) -> None:
     """Refuse, without DMS, a model that borrows a channel of its queries.
 
-    Args:
-        model_config: vLLM's ModelConfig.
-
-    Raises:
-        ValueError: saying what to add.
+    Raises ValueError, saying what to add.
     """
     rule = rule_of_model(model_config)
     if rule is None or not rule.is_borrowed:
@@ -456,14 +368,8 @@ def refuse_plain(model_config: Any) -> None:
 def missing_architecture(config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a model with `dms_*` keys, which leaves it out.
 
-    Args:
-        config: what config.json says.
-
-    Returns:
-        None where the model has no such keys.
-
-    Raises:
-        ValueError: it has, but its type is not supported.
+    Returns None where config.json has no such keys; raises ValueError where it has, but
+    the model's type is not supported.
     """
     rule = rule_of_config(SimpleNamespace(**config))
     if rule is None:

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 from vllm.tokenizers import cached_tokenizer_from_config
 
 from vllm_kvpolicy.config_keys import AlwaysKept
@@ -44,12 +44,7 @@ from vllm_kvpolicy.policies.words import SIZED_BY_HELD, BaseAdmission
 
 
 class DelayedEviction(BaseAdmission):
-    """Reads the decisions of a model that was trained with DMS.
-
-    Args:
-        adapter: decides before each layer; None for what the model itself has.
-        options: resolved options of the policy.
-    """
+    """Reads the decisions of a model that was trained with DMS, or of an adapter."""
 
     summary = (
         "the model is trained to mark which tokens are dropped after the recent window"
@@ -130,24 +125,16 @@ class DelayedEviction(BaseAdmission):
     def __init__(self, adapter: DmsAdapter | None, options: Mapping[str, Any]) -> None:
         self.adapter, self.options = adapter, options
         self.needs = Needs(until=True, exact=options["exact"])
-        self.rule = DmsRule()
+        self._follow(DmsRule())
         self.weights: DecisionWeights | None = None
-        self._logits: list[torch.Tensor] = []
+        self._logits: list[Tensor] = []
         self._shard: HeadShard | None = None
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Decide for the rank's KV heads; see `OfModel`."""
         self._shard = shard
 
-    @property
-    def window(self) -> int:
-        """Queries that always see a token, its own included."""
-        return self.rule.window + 1
-
-    @property
-    def shift(self) -> int:
-        """Distance from a token to the older one that it decides on, 0 or 1."""
-        return self.rule.shift
+    def _follow(self, rule: DmsRule) -> None:
+        self.rule, self.window, self.shift = rule, rule.window + 1, rule.shift
 
     @property
     def nbytes(self) -> int:
@@ -157,9 +144,9 @@ class DelayedEviction(BaseAdmission):
         return sum(tensor.nbytes for tensor in (*self._logits, *adapter))
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook a model's layers; see `Decider`."""
+        """Hook a model's layers; see `BaseAdmission`."""
         config, first = model.vllm_config.model_config, model.layers[0]
-        self.rule = rule_for(config, self.adapter, self.options)
+        self._follow(rule_for(config, self.adapter, self.options))
         shape, device = (model.step_tokens, first.num_kv_heads), model.device
         # Copies, not views: compiled graphs must not be given parts of one buffer.
         self._logits = [torch.zeros(shape, device=device) for _ in model.layers]
@@ -182,10 +169,8 @@ class DelayedEviction(BaseAdmission):
             own = self.weights.layer(index)
             attach_adapter(layer, self._logits[index], own, epsilon)
 
-    def decisions(
-        self, layer: int, key: torch.Tensor, positions: torch.Tensor
-    ) -> Decisions:
-        """Return [T, H] decisions on the tokens before; see `Decider`."""
+    def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
+        """Return [T, H] decisions on the tokens before; see `BaseAdmission`."""
         logits = self._logits[layer][: len(positions)]
         if self.rule.per_layer:
             logits = logits[:, :1].expand_as(logits)
@@ -195,7 +180,7 @@ class DelayedEviction(BaseAdmission):
 def attach_borrowed(
     attention: nn.Module,
     rule: DmsRule,
-    logits: torch.Tensor,
+    logits: Tensor,
     num_heads: int,
     dtype: torch.dtype,
 ) -> None:
@@ -256,7 +241,7 @@ def _hide(layer: nn.Module, args: tuple) -> tuple:
 
 
 def attach_adapter(
-    layer: nn.Module, logits: torch.Tensor, weights: DecisionWeights, epsilon: float
+    layer: nn.Module, logits: Tensor, weights: DecisionWeights, epsilon: float
 ) -> None:
     """Compute logits from the residual stream before a decoder layer.
 
@@ -264,7 +249,7 @@ def attach_adapter(
         layer: vLLM's decoder layer, called with positions, hidden states and residual.
         logits: [step_tokens, H] float32, written; scale and offset are not applied.
         weights: of this layer, in the model's dtype.
-        epsilon: the model's `rms_norm_eps`.
+        epsilon: of the model's norms.
     """
     taken = HeadLogits(logits=logits, norm=weights.norm, projection=weights.projection)
     taken.epsilon = epsilon
