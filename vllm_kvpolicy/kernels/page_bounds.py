@@ -7,6 +7,7 @@ import torch
 
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.ranking import ranks_of
 
 LOWEST = torch.finfo(torch.float32).min
 SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
@@ -88,8 +89,7 @@ def best_pages_ref(
         parts = zip(*(each.split(step) for each in rows), strict=True)
         return torch.cat([best_pages_ref(*part) for part in parts])
     column = torch.arange(num_columns, device=tables.device).expand(tables.shape)
-    best = scores.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(best).scatter_(-1, best, column)
+    rank = ranks_of(scores.argsort(dim=-1, descending=True, stable=True))
     is_read = (rank < num_read[:, None]) | (column >= num_global[:, None])
     place = torch.where(is_read, is_read.cumsum(-1) - 1, num_columns)
     read = tables.new_zeros(len(tables), num_columns + 1).scatter_(-1, place, tables)

@@ -35,11 +35,9 @@ def ranks_within(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     Returns:
         [R, T] int64, 0 for the best token of a group.
     """
-    order = ranked_positions(score)
-    grouped = group.gather(-1, order).sort(dim=-1, stable=True)
-    order = order.gather(-1, grouped.indices)
+    order, grouped = _order_by(group, score)
     slot = torch.arange(score.shape[-1], device=score.device).expand_as(order)
-    is_first = grouped.values != grouped.values.roll(1, -1)
+    is_first = grouped != grouped.roll(1, -1)
     is_first[..., :1] = True
     first_slot = (slot * is_first).cummax(-1).values
     return torch.empty_like(order).scatter_(-1, order, slot - first_slot)
@@ -55,10 +53,21 @@ def rank_by(first: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., T] int64, 0 for the best token of a row.
     """
+    return ranks_of(_order_by(first, score)[0])
+
+
+def _order_by(
+    first: torch.Tensor, score: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return positions by falling `first`, then from best to worst; and its values."""
     order = ranked_positions(score)
     by_first = first.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, by_first.indices)
-    rank = torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    return order.gather(-1, by_first.indices), by_first.values
+
+
+def ranks_of(order: torch.Tensor) -> torch.Tensor:
+    """Invert permutations [..., T] int64: where each position is in the order."""
+    rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, rank)
 
 

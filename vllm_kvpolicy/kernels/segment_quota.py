@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvpolicy.kernels.dispatch import Operation
-from vllm_kvpolicy.kernels.ranking import ranks_within
+from vllm_kvpolicy.kernels.ranking import ranks_of, ranks_within
 
 MASS_UNIT = 2**28  # fixed-point mass of a whole row
 MASS_EPS = 1e-12  # keeps a row without any attention a distribution
@@ -314,9 +314,7 @@ def _shrink_floors(
     floor = floor - round_robin(spare, surplus)
     highest = torch.finfo if mass.is_floating_point() else torch.iinfo
     weight = mass.masked_fill(floor == 0, highest(mass.dtype).max)
-    order = weight.sort(dim=-1, stable=True).indices
-    slot = torch.arange(floor.shape[-1], device=floor.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, slot)
+    rank = ranks_of(weight.sort(dim=-1, stable=True).indices)
     return torch.where(rank < left, 0, floor)
 
 
