@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from support.twins_and_references import check
+from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.ranking import fill_next_best, resize, top_k_mask
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_UNIT,
@@ -67,22 +68,6 @@ Rows = dict[str, torch.Tensor]
 
 def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-def check(operation: Operation, *args: Any, **options: Any) -> Any:
-    """Compare with the reference; return what the twin found."""
-    before = operation.calls["reference"]
-    found = operation(*args, **options)
-    assert operation.calls["reference"] == before, "the twin has not run"
-    want = operation.reference(*args, **options)
-    parts = [found], [want]
-    if operation is segment_quota:
-        parts = (
-            [each.segments, each.quotas, each.segment_of] for each in (found, want)
-        )
-    for got, wanted in zip(*parts, strict=True):
-        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
-    return found
 
 
 def scores(tokens: int, generator: torch.Generator, rows: int = 6) -> torch.Tensor:
