@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.scattered_pages import Make, scattered
+from support.scattered_pages import FAR, Make, far_away, scattered
 from support.twins_of_reductions import *  # noqa: F403
-from support.twins_of_reductions import FULL, HALF, NAMES, check_twin, make_case, run
-from vllm_kvpolicy.kernels.paged import PagedTokens
+from support.twins_of_reductions import FULL, NAMES, check_twin, make_case, run
 from vllm_kvpolicy.kernels.triton import paged_reductions as twin
-
-FAR = 2**31  # elements that an int32 offset does not reach
 
 
 @pytest.fixture(params=NAMES)
@@ -101,13 +98,7 @@ def test_tiny_keys_are_cut_off_like_the_references() -> None:
 def test_pages_beyond_int32_are_read(name: str, unbacked: Make) -> None:
     keys, lengths, given = make_case(torch.tensor([[[40, 33]]]), size=32)
     want = check_twin(name, (keys, lengths, given))
-    page = 16 * 64
-    # In the middle, so that an offset that wraps around reads zeros.
-    memory = unbacked(2 * FAR + 100 * page, HALF)
-    pool = memory[FAR:].as_strided((FAR // page + 50, 16, 32), (page, 64, 1))
-    pages = keys.pages + FAR // page
-    pool[pages] = keys.pools[0][keys.pages]
-    far = PagedTokens([pool], pages, keys.num_tokens)
+    far = far_away(keys, unbacked)
     assert torch.equal(run(name, (far, lengths, given)), want)
 
 

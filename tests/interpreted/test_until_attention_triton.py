@@ -8,13 +8,12 @@ weights to the dtype of the values first.
 import pytest
 import torch
 
-from support.scattered_pages import Make
+from support.scattered_pages import FAR, Make
 from support.worker.until_rows import Row, Step
 from vllm_kvpolicy.kernels.triton import visibility as twin
 from vllm_kvpolicy.kernels.visibility import until_attention
 
 HALF, FULL = torch.float16, torch.float32
-FAR = 2**31  # elements that an int32 offset does not reach
 PROMPTS = (
     Row(150, 37),
     Row(90, 1),
