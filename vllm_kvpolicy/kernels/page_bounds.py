@@ -4,6 +4,7 @@ Source: Quest (arXiv 2406.10774) section 3. Deviations: none.
 """
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
@@ -13,9 +14,7 @@ LOWEST = torch.finfo(torch.float32).min
 SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
 
 
-def page_bounds_ref(
-    bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor
-) -> None:
+def page_bounds_ref(bounds: Tensor, keys: Tensor, pages: Tensor) -> None:
     """Find the smallest and largest number of each channel on some pages.
 
     Args:
@@ -32,11 +31,8 @@ def page_bounds_ref(
 
 
 def page_scores_ref(
-    queries: torch.Tensor,
-    pages: torch.Tensor,
-    counts: torch.Tensor,
-    bounds: torch.Tensor,
-) -> torch.Tensor:
+    queries: Tensor, pages: Tensor, counts: Tensor, bounds: Tensor
+) -> Tensor:
     """Bound the product of any key on a page with any of a row's queries.
 
     Args:
@@ -61,11 +57,8 @@ def page_scores_ref(
 
 
 def best_pages_ref(
-    tables: torch.Tensor,
-    scores: torch.Tensor,
-    num_global: torch.Tensor,
-    num_read: torch.Tensor,
-) -> torch.Tensor:
+    tables: Tensor, scores: Tensor, num_global: Tensor, num_read: Tensor
+) -> Tensor:
     """Leave out the global pages with the lowest scores; the others keep their order.
 
     Example: pages [10, 11, 12, 13, 14], of which the first 4 are global with scores
@@ -101,9 +94,7 @@ page_scores = Operation(page_scores_ref)
 best_pages = Operation(best_pages_ref)
 
 
-def _scores(
-    queries: torch.Tensor, pages: torch.Tensor, bounds: torch.Tensor
-) -> torch.Tensor:
+def _scores(queries: Tensor, pages: Tensor, bounds: Tensor) -> Tensor:
     """Return [r, C] float32 of queries [r, G, D] and pages [r, C]."""
     low, high = bounds[:, pages.long()].float()[:, :, None]
     query = queries.float()[:, :, None]

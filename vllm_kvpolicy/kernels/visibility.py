@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
@@ -21,7 +22,7 @@ from vllm_kvpolicy.kernels.dispatch import Operation
 NEVER = 2**31 - 1  # no position reaches this
 
 
-def settled(decisions: torch.Tensor, shift: int) -> torch.Tensor:
+def settled(decisions: Tensor, shift: int) -> Tensor:
     """Turn decisions, in the order of the tokens that make them, into keep bits.
 
     Args:
@@ -37,14 +38,14 @@ def settled(decisions: torch.Tensor, shift: int) -> torch.Tensor:
 
 
 def visible_until(
-    keep: torch.Tensor,
+    keep: Tensor,
     window: int,
     *,
     first: int = 0,
     sinks: int = 0,
     page: int = 1,
     dilation: int = 1,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the position of the first query that no longer sees each key.
 
     Args:
@@ -67,14 +68,12 @@ def visible_until(
     return torch.where(kept, NEVER, until).int()
 
 
-def _up(positions: torch.Tensor, multiple: int) -> torch.Tensor:
+def _up(positions: Tensor, multiple: int) -> Tensor:
     """Round up to a multiple."""
     return -(-positions // multiple) * multiple
 
 
-def visible(
-    until: torch.Tensor, queries: torch.Tensor, *, first: int = 0
-) -> torch.Tensor:
+def visible(until: Tensor, queries: Tensor, *, first: int = 0) -> Tensor:
     """Return which queries see which keys.
 
     Args:
@@ -100,12 +99,12 @@ class Decisions:
         most: a logit times `scale` above this, or NaN, drops.
     """
 
-    values: torch.Tensor
+    values: Tensor
     scale: float = 1.0
     most: float = 0.0
 
     @property
-    def keeps(self) -> torch.Tensor:
+    def keeps(self) -> Tensor:
         """[T, H] bool, keep or drop."""
         if self.values.dtype == torch.bool:
             return self.values
@@ -117,12 +116,12 @@ class Decisions:
 
 
 def write_until_ref(
-    until: torch.Tensor,
+    until: Tensor,
     decisions: Decisions,
-    own: torch.Tensor,
-    governed: torch.Tensor,
-    position: torch.Tensor,
-    heads: torch.Tensor,
+    own: Tensor,
+    governed: Tensor,
+    position: Tensor,
+    heads: Tensor,
     base: int,
     window: int,
     shift: int,
@@ -164,16 +163,16 @@ QUERIES = 64  # of each row that the reference takes at a time
 
 
 def until_attention_ref(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    ends: torch.Tensor,
-    until: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    query_start: Tensor,
+    ends: Tensor,
+    until: Tensor,
     scale: float,
-    output: torch.Tensor,
+    output: Tensor,
     max_queries: int,
 ) -> None:
     """Attend from each row's queries to the held tokens that they see.
@@ -225,7 +224,7 @@ def until_attention_ref(
     output.copy_(found[:-1])
 
 
-def _held(pools: Sequence[torch.Tensor], tables: torch.Tensor) -> list[torch.Tensor]:
+def _held(pools: Sequence[Tensor], tables: Tensor) -> list[Tensor]:
     """Return [T] places, and copies [R, T, ...] of what lies on pages [R, C]."""
     page_size = pools[0].shape[1]
     token = torch.arange(tables.shape[1] * page_size, device=tables.device)
@@ -235,12 +234,8 @@ def _held(pools: Sequence[torch.Tensor], tables: torch.Tensor) -> list[torch.Ten
 
 
 def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sees: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, scale: float
+) -> Tensor:
     """Attend with a mask `sees` [R, Q, T], in float32.
 
     Queries are [R, Q, G, D], keys and values [R, T, D]. Returns [R, Q, G, D] float32;

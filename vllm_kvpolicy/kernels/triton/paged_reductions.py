@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import (
@@ -33,11 +34,11 @@ ROWS = ["launch_rows", "event_rows", "first_row"]
 VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "lengths"]
 
 
-def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+def paged_norms(tokens: PagedTokens, lengths: Tensor) -> Tensor:
     return _values(tokens, lengths, None)
 
 
-def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+def paged_cosines(keys: PagedTokens, lengths: Tensor) -> Tensor:
     size, num_rows = keys.shape[-1], lengths.numel()
     tile = _tile(size)
     num_tiles = triton.cdiv(keys.num_tokens, tile)
@@ -54,19 +55,14 @@ def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
     return _values(keys, lengths, means, is_cosine=True)
 
 
-def paged_projections(
-    keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
-) -> torch.Tensor:
+def paged_projections(keys: PagedTokens, lengths: Tensor, directions: Tensor) -> Tensor:
     check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
     return _values(keys, lengths, directions)
 
 
 def paged_pair_projections(
-    keys: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor,
-    by_length: torch.Tensor,
-) -> torch.Tensor:
+    keys: PagedTokens, lengths: Tensor, directions: Tensor, by_length: Tensor
+) -> Tensor:
     group = check_pairs(keys, directions, by_length)
     shape = (*directions.shape[:3], keys.num_tokens)
     scores = lengths.new_empty(shape, dtype=torch.float32)
@@ -76,22 +72,19 @@ def paged_pair_projections(
 
 
 def paged_quadratics(
-    keys: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor,
-    matrices: torch.Tensor,
-) -> torch.Tensor:
+    keys: PagedTokens, lengths: Tensor, directions: Tensor, matrices: Tensor
+) -> Tensor:
     check_squares(keys, directions, matrices)
     return _values(keys, lengths, directions, matrices.contiguous())
 
 
 def _values(
     tokens: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor | None,
-    matrices: torch.Tensor | None = None,
+    lengths: Tensor,
+    directions: Tensor | None,
+    matrices: Tensor | None = None,
     is_cosine: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Return what `_values_of_tiles` writes, [E, L, H * G, T]."""
     rows = tokens.shape[:3]
     if directions is not None:
@@ -118,8 +111,8 @@ def _tile(size: int) -> int:
 def _over_tiles(
     kernel: Any,
     tokens: PagedTokens,
-    lengths: torch.Tensor,
-    *others: torch.Tensor | None,
+    lengths: Tensor,
+    *others: Tensor | None,
     **options: Any,
 ) -> None:
     """Launch a kernel over all tiles of all rows, once for each view of a pool.

@@ -5,6 +5,7 @@ import struct
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_EPS,
@@ -163,12 +164,8 @@ def _next_start(cut_at, last_cut, earliest, max_segment):
 
 
 def credited_mass(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    credit: torch.Tensor | None,
-    decay: float,
-    mix: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    usage: Tensor, lengths: Tensor, credit: Tensor | None, decay: float, mix: float
+) -> tuple[Tensor, Tensor]:
     num_rows, num_tokens = usage.shape
     mass = usage.new_empty(usage.shape, dtype=torch.float64)
     updated = usage.new_empty(usage.shape, dtype=torch.float32)
@@ -182,10 +179,10 @@ def credited_mass(
 
 
 def segment_quota(
-    mass: torch.Tensor,
-    lengths: torch.Tensor,
-    exempt: torch.Tensor,
-    total: torch.Tensor,
+    mass: Tensor,
+    lengths: Tensor,
+    exempt: Tensor,
+    total: Tensor,
     *,
     segment_mass: float,
     min_segment: int,
@@ -219,9 +216,7 @@ def segment_quota(
     return SegmentQuotas(segments, quotas, segment_of)
 
 
-def pick_by_quota(
-    score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
-) -> torch.Tensor:
+def pick_by_quota(score: Tensor, group: Tensor, quotas: Tensor) -> Tensor:
     """Each program looks at the tokens between the first and the last of one group.
 
     So groups which are runs of neighbours cost one pass over the row, others more.

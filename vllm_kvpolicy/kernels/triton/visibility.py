@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.visibility import NEVER, Decisions
 
@@ -39,12 +40,12 @@ KEPT = tl.constexpr(NEVER)
 
 
 def write_until(
-    until: torch.Tensor,
+    until: Tensor,
     decisions: Decisions,
-    own: torch.Tensor,
-    governed: torch.Tensor,
-    position: torch.Tensor,
-    heads: torch.Tensor,
+    own: Tensor,
+    governed: Tensor,
+    position: Tensor,
+    heads: Tensor,
     base: int,
     window: int,
     shift: int,
@@ -115,16 +116,16 @@ class _Sizes(NamedTuple):
 
 
 def until_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    ends: torch.Tensor,
-    until: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    query_start: Tensor,
+    ends: Tensor,
+    until: Tensor,
     scale: float,
-    output: torch.Tensor,
+    output: Tensor,
     max_queries: int,
 ) -> None:
     """Queries of no row are left as they were in `output`."""
@@ -139,7 +140,7 @@ def until_attention(
         attend(rows, pools, output, sizes)
 
 
-def _sizes(query: torch.Tensor, max_queries: int) -> _Sizes:
+def _sizes(query: Tensor, max_queries: int) -> _Sizes:
     """Choose tiles from sizes alone: a tile of queries, keys and values fit on chip."""
     group, size = query.shape[1:]
     width = max(16, triton.next_power_of_2(size))
@@ -152,7 +153,7 @@ def _sizes(query: torch.Tensor, max_queries: int) -> _Sizes:
     return _Sizes(width, max(tile, triton.next_power_of_2(group)), block)
 
 
-def _attend_in_tiles(rows: tuple, pools: tuple, output: torch.Tensor, sizes: _Sizes):
+def _attend_in_tiles(rows: tuple, pools: tuple, output: Tensor, sizes: _Sizes):
     """Launch the prompts' kernels over all tiles that a batch of this size can have."""
     tables, num_queries = rows[0], len(output)
     num_rows, (group, size) = len(tables), output.shape[1:]
@@ -175,7 +176,7 @@ def _attend_in_tiles(rows: tuple, pools: tuple, output: torch.Tensor, sizes: _Si
     )
 
 
-def _attend_in_shares(rows: tuple, pools: tuple, output: torch.Tensor, sizes: _Sizes):
+def _attend_in_shares(rows: tuple, pools: tuple, output: Tensor, sizes: _Sizes):
     """Launch the kernels of a batch in which no row has more than one query."""
     tables, (group, size) = rows[0], output.shape[1:]
     num_rows, page_size = len(tables), pools[0].shape[1]
@@ -390,13 +391,8 @@ def _join_shares(
 
 
 def lists_of_tiles(
-    rows: tuple,
-    until: tuple,
-    page_size: int,
-    num_tiles: int,
-    queries: int,
-    block: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: tuple, until: tuple, page_size: int, num_tiles: int, queries: int, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """List the blocks of keys that any query of a tile sees.
 
     Row r's tiles begin at number query_start[r] // queries + r, which leaves room for
