@@ -19,11 +19,7 @@ from support.twins_of_stages import (
     lists_of,
     order,
 )
-from vllm_kvpolicy.kernels.assign_pages import (
-    assign_pages,
-    count_in_pages,
-    page_quota,
-)
+from vllm_kvpolicy.kernels.assign_pages import assign_pages, count_in_pages, page_quota
 from vllm_kvpolicy.kernels.page_tables import enter_page_lists, enter_requests
 
 

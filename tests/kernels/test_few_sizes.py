@@ -87,9 +87,7 @@ def test_code_is_compiled_for_few_sizes(
 
 
 @pytest.mark.parametrize("network", [write_gate, surrogate, adapter])
-def test_each_row_is_as_it_is_alone(
-    network: Callable[[torch.dtype], Network],
-) -> None:
+def test_each_row_is_as_it_is_alone(network: Callable[[torch.dtype], Network]) -> None:
     run = network(torch.float32)
     whole = run(max(COUNTS))
     for count in (1, 2, 3, 63, 64, 65, 200):

@@ -5,10 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.triton import (
-    compact_pages,
-    page_tables,
-)
+from vllm_kvpolicy.kernels.triton import compact_pages, page_tables
 
 LIMIT = 65_535
 EVENTS, HEADS, TOKENS, BLOCK = 2, 80 * 8, 131_072, 16

@@ -11,12 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.made_gates import make_weights
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import (
-    GateWeights,
-    gate,
-    gate_cached,
-    paged_gates,
-)
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate, gate_cached, paged_gates
 from vllm_kvpolicy.policies.admissions.wgkv import NAMES, full_name, load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"

@@ -15,12 +15,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     max_segments,
     num_thresholds,
 )
-from vllm_kvpolicy.kernels.triton.ranking import (
-    find_cut,
-    launch_sizes,
-    mark_best,
-    pick,
-)
+from vllm_kvpolicy.kernels.triton.ranking import find_cut, launch_sizes, mark_best, pick
 
 MASS_TILE = 1024  # tokens of a row that a program holds at a time
 FIRST_STEP: tl.constexpr = tl.constexpr(2**23)  # no row has twice as many tokens
