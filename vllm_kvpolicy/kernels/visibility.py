@@ -3,10 +3,9 @@
 Query i sees key j <= i while i - j < window, and for ever where j is kept. One integer
 per key says so: the first query that no longer sees it.
 
-Source: WG-KV (arXiv 2512.17452) section 3.3; with windows that grow within rows of 64,
-https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py.
-DMS (arXiv 2506.05345) is the same with `window` one above its own and `settled` shifted
-by one. The softmax of attention is in base 2 as in FlashAttention-2 (arXiv 2307.08691).
+Source: WG-KV (arXiv 2512.17452) section 3.3. DMS (arXiv 2506.05345) is the same with
+`window` one above its own and decisions one token later. The softmax of attention is
+in base 2 as in FlashAttention-2 (arXiv 2307.08691).
 Deviations: none.
 """
 
@@ -20,73 +19,6 @@ from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
 
 NEVER = 2**31 - 1  # no position reaches this
-
-
-def settled(decisions: Tensor, shift: int) -> Tensor:
-    """Turn decisions, in the order of the tokens that make them, into keep bits.
-
-    Args:
-        decisions: [..., T] bool, keep or drop.
-        shift: the token at t decides on the one at t - shift: 0 in WG-KV, 1 in DMS.
-
-    Returns:
-        [..., T] bool, keep bits. The last `shift` tokens have no decision yet and
-        count as kept; they are still in every window longer than `shift`.
-    """
-    undecided = torch.ones_like(decisions[..., :shift])
-    return torch.cat([decisions[..., shift:], undecided], -1)
-
-
-def visible_until(
-    keep: Tensor,
-    window: int,
-    *,
-    first: int = 0,
-    sinks: int = 0,
-    page: int = 1,
-    dilation: int = 1,
-) -> Tensor:
-    """Return the position of the first query that no longer sees each key.
-
-    Args:
-        keep: [..., T] bool, of the tokens at positions first, first + 1...
-        window: keys that every query sees, itself included, at least 1.
-        first: position of the first token.
-        sinks: tokens at positions below this are kept whatever `keep` says.
-        page: tokens that leave the window at once, when the last of them does; pages
-            begin at multiples of this. Queries see up to page - 1 dropped tokens more.
-        dilation: queries of one row block, which begin at multiples of this, see what
-            the first of them does, and themselves. The authors' prefill has 64.
-
-    Returns:
-        [..., T] int32, `NEVER` where a key is kept.
-    """
-    positions = torch.arange(first, first + keep.shape[-1], device=keep.device)
-    last_of_page = _up(positions + 1, page) - 1
-    until = _up(last_of_page + window, dilation)
-    kept = keep | (positions < sinks)
-    return torch.where(kept, NEVER, until).int()
-
-
-def _up(positions: Tensor, multiple: int) -> Tensor:
-    """Round up to a multiple."""
-    return -(-positions // multiple) * multiple
-
-
-def visible(until: Tensor, queries: Tensor, *, first: int = 0) -> Tensor:
-    """Return which queries see which keys.
-
-    Args:
-        until: [..., T] int32, see `visible_until`.
-        queries: [Q] integers, their positions.
-        first: position of the first key.
-
-    Returns:
-        [..., Q, T] bool.
-    """
-    keys = torch.arange(first, first + until.shape[-1], device=until.device)
-    rows = queries[:, None]
-    return (keys <= rows) & (rows < until[..., None, :])
 
 
 @dataclass(frozen=True)
@@ -193,7 +125,7 @@ def until_attention_ref(
         query_start: [R + 1] int32, first query of each row; rows may have none.
         ends: [R] int32, logical position after the newest token.
         until: [P, N] int32, position of the first query that no longer sees the token
-            in a slot; see `visibility.visible_until`.
+            in a slot.
         scale: factor on dot products.
         output: [Tq, G, D], dtype of the queries, any strides, written. What lies after
             the last row's queries is unspecified.

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.visibility import NEVER, settled, visible, visible_until
+from training.visibility import settled, visible, visible_until
+from vllm_kvpolicy.kernels.visibility import NEVER
 
 
 def replay(keep: list[bool], window: int, page: int) -> list[set[int]]:
