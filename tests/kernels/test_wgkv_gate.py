@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from support.made_gates import make_weights
+from vllm_kvpolicy.kernels import wgkv_gate
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate, gate_cached, paged_gates
@@ -173,14 +174,17 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("chunk_bytes", "tokens"), [(1, 1), (4000, 1), (40_000, 16), (10**9, 100)]
 )
-def test_chunks_bound_what_is_in_memory(chunk_bytes: int, tokens: int) -> None:
+def test_chunks_bound_what_is_in_memory(
+    chunk_bytes: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk has one of the few numbers of tokens that are not padded."""
     weights = make_weights(layers=2, heads=2, channels=8, units=16)
     keys = torch.randn(2, 2, 100, 8, generator=torch.Generator().manual_seed(4))
     args = (keys, torch.arange(100), Rope.from_theta(1e4, 8), weights)
     want = gate_cached(*args)
+    monkeypatch.setattr(wgkv_gate, "CHUNK_BYTES", chunk_bytes)
     with Largest() as seen:
-        got = gate_cached(*args, chunk_bytes=chunk_bytes)
+        got = gate_cached(*args)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     token_bytes = 4 * 4 * (10 * 8 + 3 * 16)
     assert seen.calls == -(-100 // tokens)

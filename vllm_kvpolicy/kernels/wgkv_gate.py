@@ -103,7 +103,6 @@ def gate_cached(
     positions: Tensor,
     rope: Rope,
     weights: GateWeights,
-    chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
     """Evaluate gates on cached keys alone, some tokens at a time.
 
@@ -113,7 +112,6 @@ def gate_cached(
         positions: integers, broadcastable to the keys without D.
         rope: how the model rotates.
         weights: of these layers and heads, see `GateWeights`.
-        chunk_bytes: bound on the intermediate results that exist at a time.
 
     Returns:
         [L, H, T] or [H, T] float32, see `gate`.
@@ -122,7 +120,7 @@ def gate_cached(
     channels, units = keys.shape[-1], weights.first.shape[-2]
     # At most: float32 keys in four stages, features, and units before and after GELU.
     token_bytes = 4 * heads * (10 * channels + 3 * units)
-    step = last_size(max(1, chunk_bytes // token_bytes))  # full chunks get no padding
+    step = last_size(max(1, CHUNK_BYTES // token_bytes))  # full chunks get no padding
     positions = positions.expand(keys.shape[:-1])
     values = []
     for start in range(0, keys.shape[-2], step):

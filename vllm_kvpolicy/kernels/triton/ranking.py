@@ -336,15 +336,9 @@ def _grade(
 
 @triton.jit
 def _grades(
-    keep,
-    must_keep,
-    valid,
-    start,
-    position,
-    num_tokens,
-    num_held,
+    keep, must_keep, valid, start, position, num_tokens, num_held,
     KEEPS_ALL: tl.constexpr,
-):
+):  # fmt: skip
     """Grade tokens: 2 must keep, 1 kept, 0 others, -1 not to be chosen."""
     inside = position < num_tokens
     is_kept = tl.load(keep + start + position, mask=inside, other=0)

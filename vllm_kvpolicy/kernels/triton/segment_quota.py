@@ -369,27 +369,23 @@ def _credited_mass(
         total += tl.sum(_units(value, highest))
     top = tl.full((), 0.0, tl.float64)
     whole = tl.full((), 0, tl.int64)
+    row_of = (start, length, eps, highest, total)
     if credit is not None:
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            new = _share(usage, start, token, length, eps, highest, total)
-            average = _average(credit, start, token, length, decay, gain, new)
-            shifted = tl.where(token < length, average + eps, 0.0)
+            _, _, shifted = _averages(usage, credit, token, row_of, decay, gain)
             top = tl.maximum(top, tl.max(shifted))
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            new = _share(usage, start, token, length, eps, highest, total)
-            average = _average(credit, start, token, length, decay, gain, new)
-            shifted = tl.where(token < length, average + eps, 0.0)
+            _, _, shifted = _averages(usage, credit, token, row_of, decay, gain)
             whole += tl.sum(_units(shifted, top))
     for first in range(0, num_tokens, TILE):
         token = first + tl.arange(0, TILE)
-        new = _share(usage, start, token, length, eps, highest, total)
-        mixed = new
-        average = gain * new
-        if credit is not None:
-            average = _average(credit, start, token, length, decay, gain, new)
-            shifted = tl.where(token < length, average + eps, 0.0)
+        if credit is None:
+            mixed = _share(usage, token, row_of)
+            average = gain * mixed
+        else:
+            new, average, shifted = _averages(usage, credit, token, row_of, decay, gain)
             past = _units(shifted, top).to(tl.float64) / whole.to(tl.float64)
             mixed = mix * new + rest * past
         inside = token < num_tokens
@@ -420,14 +416,18 @@ def _units(value, highest):
 
 
 @triton.jit
-def _share(values, start, token, length, eps, highest, total):
+def _share(values, token, row_of):
     """Return the share of each value in the `total` of the row's units."""
+    start, length, eps, highest, total = row_of
     value = _positive(values, start, token, length, eps)
     return _units(value, highest).to(tl.float64) / total.to(tl.float64)
 
 
 @triton.jit
-def _average(credit, start, token, length, decay, gain, new):
-    """Return the moving average with the newest value."""
+def _averages(usage, credit, token, row_of, decay, gain):
+    """Return shares, the moving average with them, and it plus `eps`; 0 on padding."""
+    start, length, eps, highest, total = row_of
+    new = _share(usage, token, row_of)
     old = tl.load(credit + start + token, mask=token < length, other=0.0)
-    return decay * old.to(tl.float64) + gain * new
+    average = decay * old.to(tl.float64) + gain * new
+    return new, average, tl.where(token < length, average + eps, 0.0)
