@@ -179,10 +179,7 @@ def _map_logits(
 ) -> Tensor:
     """Apply `function` to the logits [n, H, W, T] of a few (event, layer) pairs.
 
-    Args:
-        function: also takes the pairs' `others`, [n, ...] each.
-        scale, queries, keys, lengths: as for `nucleus_counts`.
-        others: [E, L, ...] each.
+    It also takes the pairs' `others`, which are [E, L, ...] here and [n, ...] there.
     """
     num_heads, num_tokens = keys.shape[2:4]
     num_q_heads, window = queries.shape[2:4]

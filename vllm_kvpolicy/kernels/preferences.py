@@ -106,11 +106,9 @@ def why_not_in_cpp() -> str | None:
 
 
 def implementation_of(preference: Preference, device_type: str) -> str:
-    """Return the implementation that an operation runs on a type of device.
+    """Return the implementation that an operation runs on a `torch.device.type`.
 
-    Args:
-        device_type: `torch.device.type`. What is neither "cpu" nor "cuda" runs the
-            reference.
+    What is neither "cpu" nor "cuda" runs the reference.
     """
     if device_type == "cpu":
         is_wanted = preference.in_cpu and demanded() in (None, "cpu")
@@ -122,10 +120,9 @@ def implementation_of(preference: Preference, device_type: str) -> str:
 
 
 def unmet_demands(platform: str) -> list[str]:
-    """Return why KVPOLICY_KERNELS cannot be followed here, at most one sentence.
+    """Return why KVPOLICY_KERNELS cannot be followed on vLLM's platform of this name.
 
-    Args:
-        platform: vLLM's name of the platform, such as "cpu" or "cuda".
+    At most one sentence.
     """
     try:
         wanted = demanded()
@@ -160,9 +157,6 @@ def summary(device_type: str) -> str:
 
     Example: "CUDA C++ for compact_pages, page_tables; Triton for window_usage".
     On a CPU without the twins in C++ it also says why.
-
-    Args:
-        device_type: as for `implementation_of`.
     """
     names: dict[str, list[str]] = {}
     for name, preference in TABLE.items():

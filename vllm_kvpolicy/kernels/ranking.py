@@ -148,12 +148,7 @@ def fill_next_best_ref(
 def fill_in_order(
     keep: Tensor, order: Tensor, valid: Tensor, target: Tensor | int
 ) -> Tensor:
-    """Do as `fill_next_best_ref` for tokens that are ranked already.
-
-    Args:
-        keep, valid, target: as there.
-        order: [R, T] int64, positions from best to worst.
-    """
+    """Do as `fill_next_best_ref`; `order` [R, T] int64 is from best to worst."""
     if isinstance(target, Tensor):
         target = target.unsqueeze(-1)
     is_candidate = (valid & ~keep).gather(-1, order)
@@ -168,9 +163,8 @@ def top_k_mask_ref(
     """Keep the must-keep tokens and the best of the others, `budget` in all.
 
     Args:
-        score: [R, T] floating point; NaN allowed.
+        score, valid: as for `fill_next_best_ref`.
         must_keep: [R, T] bool, at most `budget` True per row (see `limit_must_keep`).
-        valid: [R, T] bool, False on padding.
         budget: tokens per row, an int or [R] int64, at most the row's valid tokens.
 
     Returns:
