@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.twins_and_references import check, check_tables
+from support.twins_and_references import check_call, check_tables
 from support.twins_of_stages import *  # noqa: F403
 from support.twins_of_stages import (
     BLOCKS,
@@ -32,13 +32,13 @@ def test_page_quota(seed: int, block_size: int, fills: bool) -> None:
     caps = floors + integers(0, 7, (5, 11), by)
     total = torch.tensor([0, 1, 30, 60, 10_000])
     for most in (89, 2**20):
-        check(page_quota, tokens, floors, caps, total, block_size, most, fills)
+        check_call(page_quota, tokens, floors, caps, total, block_size, most, fills)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_assign_pages(seed: int) -> None:
     for groups in (1, LAYERS):
-        check(assign_pages, *lists_of(seed, groups))
+        check_call(assign_pages, *lists_of(seed, groups))
 
 
 def test_enter_requests_and_lists() -> None:
@@ -59,4 +59,4 @@ def test_count_in_pages(page: int, tokens: int) -> None:
     by = draw(tokens)
     keep = torch.rand(6, tokens, generator=by) < 0.4
     pages = integers(0, tokens // page + 2, (6,), by)
-    check(count_in_pages, keep, pages, page)
+    check_call(count_in_pages, keep, pages, page)

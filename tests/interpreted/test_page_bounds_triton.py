@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.twins_and_references import check
+from support.twins_and_references import check_call
 from vllm_kvpolicy.kernels.page_bounds import (
     LOWEST,
     best_pages,
@@ -87,4 +87,4 @@ def test_best_pages(columns: int, kind: str) -> None:
     scores[2, 0] = -torch.inf
     scores[torch.arange(columns) >= num_global[:, None]] = LOWEST
     scores[[0, 4]] = LOWEST  # rows that read all are not scored
-    check(best_pages, tables, scores, num_global, num_read)
+    check_call(best_pages, tables, scores, num_global, num_read)

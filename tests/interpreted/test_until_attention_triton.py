@@ -5,7 +5,7 @@ import torch
 
 from support.scattered_pages import FAR, Make
 from support.twins_of_until_attention import *  # noqa: F403
-from support.twins_of_until_attention import BATCHES, DECODES, HALF, check, run
+from support.twins_of_until_attention import BATCHES, DECODES, HALF, check_step, run
 from support.worker.until_rows import Row, Step
 from vllm_kvpolicy.kernels.triton import visibility as twin
 
@@ -26,7 +26,7 @@ def test_blocks_that_no_query_sees_are_left_out(
         return made[-1]
 
     monkeypatch.setattr(twin, "lists_of_tiles", noted)
-    check(
+    check_step(
         Step([Row(1100, 300, kept=0.0, window=window, gone=0.0)], group=4, dtype=HALF)
     )
     lists, counts, tile_rows = made[0]
@@ -40,7 +40,7 @@ def test_blocks_that_no_query_sees_are_left_out(
 
 def test_more_blocks_than_are_sifted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step([Row(700, 20, gone=0.2)])
-    want = check(step)
+    want = check_step(step)
     monkeypatch.setattr(twin, "LISTED", 4)
     monkeypatch.setattr(twin, "REACHES", 2)
     assert torch.equal(run(step), want)
@@ -52,7 +52,7 @@ def test_any_number_of_shares(shares: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(twin, "LEAST", 1)
     monkeypatch.setattr(twin, "SHARES", shares)
     monkeypatch.setattr(twin, "SHARES_AT_ONCE", 4)
-    check(step)
+    check_step(step)
 
 
 def test_single_tokens_by_either_launch() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.twins_of_until_attention import *  # noqa: F403
-from support.twins_of_until_attention import PROMPTS, check, run
+from support.twins_of_until_attention import PROMPTS, check_step, run
 from support.worker.until_rows import Row, Step
 from vllm_kvpolicy.kernels import visibility as module
 from vllm_kvpolicy.kernels.visibility import until_attention
@@ -24,14 +24,14 @@ def test_all_kept_is_causal_and_none_kept_a_window() -> None:
         want = torch.nn.functional.scaled_dot_product_attention(
             query, keys[None], values[None], attn_mask=mask, scale=step.scale
         )
-        torch.testing.assert_close(check(step), want.transpose(0, 1))
+        torch.testing.assert_close(check_step(step), want.transpose(0, 1))
 
 
 @pytest.mark.parametrize("cuts", [(0, 50), (0, 16, 17, 50), tuple(range(51))])
 def test_chunks_see_what_the_whole_prompt_sees(cuts: tuple[int, ...]) -> None:
     """The same pages, filled further in each step."""
     whole = Step([Row(50, 50)])
-    want = check(whole)
+    want = check_step(whole)
     for first, end in zip(cuts, cuts[1:], strict=False):
         arguments = whole.arguments()
         arguments["query"] = whole.query[first:end]

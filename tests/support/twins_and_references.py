@@ -25,7 +25,7 @@ def run_twin(operation: Operation, *args: Any, **options: Any) -> Any:
     return found
 
 
-def check(operation: Operation, *args: Any, **options: Any) -> Any:
+def check_call(operation: Operation, *args: Any, **options: Any) -> Any:
     """Compare with the reference; return what the twin found."""
     found = run_twin(operation, *args, **options)
     want = operation.reference(*args, **options)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.twins_and_references import check, check_tables
+from support.twins_and_references import check_call, check_tables
 from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
     read_survivors,
@@ -75,16 +75,16 @@ def test_lists_and_moves(seed: int, groups: int) -> None:
     score = torch.rand(EVENTS, NUM_HEADS, num_tokens, generator=by)
     survives = score.argsort(-1).argsort(-1) < (quota * PAGE)[..., None]
     places = NUM_HEADS * DEST * PAGE
-    sources = check(list_survivors, survives, first, places, PAGE)
+    sources = check_call(list_survivors, survives, first, places, PAGE)
     strided = first[:1].expand(EVENTS, -1)
     same = survives[:1].expand(EVENTS, -1, -1)
-    check(list_survivors, same, strided, places, PAGE)
+    check_call(list_survivors, same, strided, places, PAGE)
     pages = order(999, (EVENTS, NUM_HEADS * DEST), by)
     longer = torch.nn.functional.pad(held, (0, 1))  # the last page is not full
     for unmoved in (None, pages % 3 > 0):
         for begins in (first, strided):
             moves = sources, longer, begins, pages, unmoved, num_tokens, PAGE, groups
-            made = check(survivor_moves, *moves)
+            made = check_call(survivor_moves, *moves)
             assert (made.in_place is None) == (unmoved is None)
 
 
@@ -98,7 +98,7 @@ def test_survivor_values(seed: int) -> None:
     blocks = order(BLOCKS, (SLOTS, DEST), by).int()
     quota = integers(0, 4, (EVENTS, NUM_HEADS), by)
     read = survivors, local, which, index, first_of(quota).int(), blocks, num_tokens
-    values = check(read_survivors, *read)
+    values = check_call(read_survivors, *read)
     sources = order(NUM_HEADS * num_tokens, (1, 2 * WIDTH), by).expand(EVENTS, -1)
     sources = sources.masked_fill(torch.arange(2 * WIDTH) > WIDTH + seed, -1)
     num_local = torch.tensor([0, 2, most_local])
@@ -122,7 +122,7 @@ def test_pooled_usage(tokens: int, kernel: int, suffix: str) -> None:
         got, want = pooled_usage(*given), pooled_usage.reference(*given)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     else:
-        check(pooled_usage, *given)
+        check_call(pooled_usage, *given)
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
@@ -135,7 +135,7 @@ def test_credited_mass(tokens: int, dtype: torch.dtype) -> None:
     usage[3, ::3], usage[4, ::5] = math.nan, math.inf
     lengths = integers(1, tokens + 1, (6,), generator)
     for old in (None, credit, credit.to(dtype), torch.zeros_like(credit)):
-        check(credited_mass, usage.to(dtype), lengths, old, 0.7, 0.6)
+        check_call(credited_mass, usage.to(dtype), lengths, old, 0.7, 0.6)
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
@@ -148,7 +148,7 @@ def test_limit_of_must_keep(tokens: int) -> None:
     must[2:4] |= torch.rand(2, tokens, generator=generator) < 0.3
     must[4], must[5] = True, False
     for budget in (1, 3, tokens // 2 + 1, tokens, tokens + 9):
-        check(limit_must_keep, must.view(2, 3, -1), budget)
+        check_call(limit_must_keep, must.view(2, 3, -1), budget)
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
@@ -158,4 +158,4 @@ def test_must_keep_tokens(tokens: int) -> None:
     local = torch.tensor([0, 3, tokens])
     sinks = torch.tensor([0, 4, 1])
     for num_pages in (pages, pages[:, :1].expand(-1, 5)):
-        check(must_keep_tokens, num_pages, local, sinks, 4, tokens)
+        check_call(must_keep_tokens, num_pages, local, sinks, 4, tokens)

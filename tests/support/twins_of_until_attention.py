@@ -47,7 +47,7 @@ def run(step: Step, **changed: object) -> torch.Tensor:
     return arguments["output"]
 
 
-def check(step: Step) -> torch.Tensor:
+def check_step(step: Step) -> torch.Tensor:
     """Compare with the reference, and with the definition; return the output."""
     got, arguments = run(step), step.arguments()
     until_attention.reference(*arguments.values())
@@ -63,7 +63,7 @@ def check(step: Step) -> torch.Tensor:
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("name", BATCHES)
 def test_groups_of_query_heads(name: str, group: int) -> None:
-    check(Step(BATCHES[name], group=group))
+    check_step(Step(BATCHES[name], group=group))
 
 
 @pytest.mark.parametrize("dtype", [HALF, FULL])
@@ -76,20 +76,20 @@ def test_equals_the_reference(
     step = Step(BATCHES[name], size=size, page=page, dtype=dtype)
     held, rows = step.lengths.tolist(), step.rows
     assert any(length < row.tokens for length, row in zip(held, rows, strict=True))
-    check(step)
+    check_step(step)
 
 
 @pytest.mark.parametrize("size", [8, 256])
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_head_sizes(name: str, size: int) -> None:
-    check(Step(BATCHES[name], size=size))
+    check_step(Step(BATCHES[name], size=size))
 
 
 @pytest.mark.parametrize("page", [1, 5, 48, 128])
 @pytest.mark.parametrize("name", BATCHES)
 def test_other_page_sizes(name: str, page: int) -> None:
     """Of one token, of none that divides a block, and larger than a block."""
-    check(Step(BATCHES[name], page=page))
+    check_step(Step(BATCHES[name], page=page))
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_keys_stored_as_columns(name: str) -> None:
 @pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
 def test_windows(kept: float, window: int, queries: int) -> None:
     """All keys, and a window alone: the two ends of admission."""
-    check(Step([Row(60, queries, kept, window), Row(200, queries, kept, window)]))
+    check_step(Step([Row(60, queries, kept, window), Row(200, queries, kept, window)]))
 
 
 @pytest.mark.parametrize("name", BATCHES)
