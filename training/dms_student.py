@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch.nn import Parameter
 
 from training.model import Base, Student, hidden, weighed
+from training.visibility import settled
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.visibility import settled
 
 SHIFT = 1  # the token at t decides on the one at t - SHIFT
 

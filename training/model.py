@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from training.visibility import visible, visible_until
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.visibility import visible, visible_until
 from vllm_kvpolicy.policies.admissions.wgkv import FLAVOURS
 
 NAME = "kvpolicy_student"  # of the attention function, in transformers

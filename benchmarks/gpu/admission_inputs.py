@@ -4,7 +4,7 @@ import torch
 
 from benchmarks.gpu.draw import Arguments, Draw, Size
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.visibility import visible_until
+from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 
 THETA, EXPANSION = 5e5, 4  # Llama's rotation, and its gates' units per channel
@@ -25,10 +25,11 @@ def make_until_attention(size: Size, draw: Draw, queries: int = 1) -> Arguments:
     counts[9::10] = 0
     ends = lengths + draw.integers(0, 1000, rows)
     bits = draw.uniform(rows, width * size.page) < 0.25
-    ends_of_rows = visible_until(bits, 2 * size.window)
+    position = torch.arange(width * size.page)
+    ends_of_rows = torch.where(bits, NEVER, position + 2 * size.window)
     until = torch.zeros(count, size.page, dtype=torch.int32)
     # Places count from the row's own beginning, positions from further on.
-    shifted = ends_of_rows.long() + (ends - lengths)[:, None]
+    shifted = ends_of_rows + (ends - lengths)[:, None]
     until[pages] = shifted.clamp_max(2**31 - 1).int().view(-1, size.page)
     query = draw.normal(int(counts.sum()), size.group, size.dim).to(size.dtype)
     keys, values = pool.to(draw.device).chunk(2, -1)

@@ -58,11 +58,7 @@ def test_a_kernel_without_fault(faulty: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize(
     ("which", "correct"),
-    [
-        (NO_BARRIER_BEFORE, DOWN),
-        (NO_BARRIER_BEFORE_UP, UP),
-        (NO_BARRIER_AFTER, DOWN),
-    ],
+    [(NO_BARRIER_BEFORE, DOWN), (NO_BARRIER_BEFORE_UP, UP), (NO_BARRIER_AFTER, DOWN)],
 )
 def test_a_missing_barrier_shows_in_some_order(
     faulty: ctypes.CDLL, which: int, correct: list[int]

@@ -160,11 +160,7 @@ def test_tokens_are_read_before_any_is_overwritten(
     found = re.findall(r"ld\.global\.v4|bar\.sync|st\.global\.v4", text)
     passes = found.index("bar.sync")
     assert passes > 0
-    assert found == [
-        *["ld.global.v4"] * passes,
-        "bar.sync",
-        *["st.global.v4"] * passes,
-    ]
+    assert found == [*["ld.global.v4"] * passes, "bar.sync", *["st.global.v4"] * passes]
 
 
 # Kinds of csrc/cpu/each_cpu.h, and what a CPU has to say that it can run them.

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from support.twins_and_references import check_call, check_tables
 from support.twins_of_stages import *  # noqa: F403
 from support.twins_of_stages import (
     BLOCKS,
@@ -12,27 +13,14 @@ from support.twins_of_stages import (
     NUM_HEADS,
     SEEDS,
     SLOTS,
-    both,
     draw,
     first_of,
     integers,
     lists_of,
     order,
 )
-from vllm_kvpolicy.kernels.assign_pages import (
-    assign_pages,
-    assign_pages_ref,
-    count_in_pages,
-    count_in_pages_ref,
-    page_quota,
-    page_quota_ref,
-)
-from vllm_kvpolicy.kernels.page_tables import (
-    enter_page_lists,
-    enter_page_lists_ref,
-    enter_requests,
-    enter_requests_ref,
-)
+from vllm_kvpolicy.kernels.assign_pages import assign_pages, count_in_pages, page_quota
+from vllm_kvpolicy.kernels.page_tables import enter_page_lists, enter_requests
 
 
 @pytest.mark.parametrize("fills", [True, False])
@@ -44,18 +32,13 @@ def test_page_quota(seed: int, block_size: int, fills: bool) -> None:
     caps = floors + integers(0, 7, (5, 11), by)
     total = torch.tensor([0, 1, 30, 60, 10_000])
     for most in (89, 2**20):
-        given = tokens, floors, caps, total, block_size, most, fills
-        assert torch.equal(page_quota(*given), page_quota_ref(*given))
+        check_call(page_quota, tokens, floors, caps, total, block_size, most, fills)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_assign_pages(seed: int) -> None:
     for groups in (1, LAYERS):
-        given = lists_of(seed, groups)
-        got, want = assign_pages(*given), assign_pages_ref(*given)
-        assert torch.equal(got.first, want.first)
-        assert torch.equal(got.pages, want.pages)
-        assert want.unmoved is not None and torch.equal(got.unmoved, want.unmoved)
+        check_call(assign_pages, *lists_of(seed, groups))
 
 
 def test_enter_requests_and_lists() -> None:
@@ -63,13 +46,11 @@ def test_enter_requests_and_lists() -> None:
     index, dest = order(SLOTS, (EVENTS,), by), order(BLOCKS, (EVENTS, DEST), by)
     tables = [integers(0, 9, shape, by).int() for shape in ((SLOTS, 9), (SLOTS,))]
     tables.append(tables[1] + 1)
-    both(enter_requests, enter_requests_ref, tables, index, dest, dest[:, 0], last=True)
+    check_tables(enter_requests, tables, index, dest, dest[:, 0], last=True)
     quota = integers(0, 5, (EVENTS, NUM_HEADS), by)
     pages = order(99, (EVENTS, 30), by)
     tables = [integers(0, 9, (SLOTS, size), by).int() for size in (40, NUM_HEADS + 1)]
-    lists = index, first_of(quota), pages
-    got, want = both(enter_page_lists, enter_page_lists_ref, tables, *lists)
-    assert torch.equal(got, want)
+    check_tables(enter_page_lists, tables, index, first_of(quota), pages)
 
 
 @pytest.mark.parametrize("tokens", [5, 300, 8200])
@@ -78,5 +59,4 @@ def test_count_in_pages(page: int, tokens: int) -> None:
     by = draw(tokens)
     keep = torch.rand(6, tokens, generator=by) < 0.4
     pages = integers(0, tokens // page + 2, (6,), by)
-    got = count_in_pages(keep, pages, page)
-    assert torch.equal(got, count_in_pages_ref(keep, pages, page))
+    check_call(count_in_pages, keep, pages, page)

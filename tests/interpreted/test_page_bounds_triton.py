@@ -3,14 +3,12 @@
 import pytest
 import torch
 
+from support.twins_and_references import check_call
 from vllm_kvpolicy.kernels.page_bounds import (
     LOWEST,
     best_pages,
-    best_pages_ref,
     page_bounds,
-    page_bounds_ref,
     page_scores,
-    page_scores_ref,
 )
 from vllm_kvpolicy.kernels.triton import page_bounds as module
 
@@ -37,7 +35,7 @@ def test_bounds(
     listed = torch.randint(pages, (pages // 2 + 1,))
     both = keys.new_full((2, 2, pages, dim), 77.0)
     page_bounds(both[0], keys, listed)
-    page_bounds_ref(both[1], keys, listed)
+    page_bounds.reference(both[1], keys, listed)
     assert torch.equal(*both)
     rest = torch.ones(pages, dtype=torch.bool)
     rest[listed] = False
@@ -62,7 +60,7 @@ def test_scores(
     tables = torch.randint(pages, shape, generator=generator, dtype=torch.int32)
     tables[torch.arange(columns + 5) >= counts[:, None]] = pages
     given = queries, tables[:, :columns], counts, bounds
-    got, want = page_scores(*given), page_scores_ref(*given)
+    got, want = page_scores(*given), page_scores.reference(*given)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
     behind = torch.arange(columns) >= counts[:, None]
     assert (got[behind] == LOWEST).all() and (got[~behind] > LOWEST).all()
@@ -89,5 +87,4 @@ def test_best_pages(columns: int, kind: str) -> None:
     scores[2, 0] = -torch.inf
     scores[torch.arange(columns) >= num_global[:, None]] = LOWEST
     scores[[0, 4]] = LOWEST  # rows that read all are not scored
-    given = tables, scores, num_global, num_read
-    assert torch.equal(best_pages(*given), best_pages_ref(*given))
+    check_call(best_pages, tables, scores, num_global, num_read)

@@ -5,10 +5,7 @@ import torch
 
 from support.twins_of_page_tables import *  # noqa: F403
 from support.twins_of_page_tables import POISON
-from vllm_kvpolicy.kernels.page_tables import (
-    head_page_tables,
-    head_page_tables_ref,
-)
+from vllm_kvpolicy.kernels.page_tables import head_page_tables, head_page_tables_ref
 from vllm_kvpolicy.kernels.save_rows import save_rows, save_rows_ref
 
 

@@ -11,14 +11,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.scattered_pages import Make, scattered
+from support.scattered_pages import Make, far_away, scattered
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.kernels.triton import wgkv_gate as twin
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 
 HALF, FULL = torch.float16, torch.float32
-FAR = 2**31  # elements that an int32 offset does not reach
 LENGTHS = torch.tensor([[[150, 1], [64, 65]], [[128, 17], [63, 2]]])  # E, L, H = 2
 Case = tuple[PagedTokens, torch.Tensor, torch.Tensor, Rope, GateWeights]
 
@@ -189,11 +188,5 @@ def test_shapes_are_checked() -> None:
 
 def test_pages_beyond_int32_are_read(unbacked: Make) -> None:
     case = make_case(dtype=HALF)
-    keys, want, page = case[0], run(case), 16 * 64
-    far = FAR // page
-    # In the middle, so that an offset that wraps around reads zeros.
-    memory = unbacked(2 * FAR + 200 * page, HALF)
-    pool = memory[FAR:].as_strided((far + 100, 16, 64), (page, 64, 1))[..., :32]
-    pool[far : far + len(keys.pools[0])] = keys.pools[0]
-    moved = PagedTokens([pool] * 2, keys.pages + far, keys.num_tokens)
-    assert torch.equal(run((moved, *case[1:])), want)
+    far = far_away(case[0], unbacked), *case[1:]
+    assert torch.equal(run(far), run(case))

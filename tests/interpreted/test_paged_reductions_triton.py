@@ -5,13 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.scattered_pages import Make, scattered
+from support.scattered_pages import FAR, Make, far_away, scattered
 from support.twins_of_reductions import *  # noqa: F403
-from support.twins_of_reductions import FULL, HALF, NAMES, check_twin, make_case, run
-from vllm_kvpolicy.kernels.paged import PagedTokens
+from support.twins_of_reductions import FULL, NAMES, check_twin, make_case, run
 from vllm_kvpolicy.kernels.triton import paged_reductions as twin
-
-FAR = 2**31  # elements that an int32 offset does not reach
 
 
 @pytest.fixture(params=NAMES)
@@ -65,8 +62,8 @@ def test_layers_that_share_a_pool_share_the_launch(
             grids.append(grid)
             return kernel[grid]
 
-    kernel = twin._norms_of_tiles
-    monkeypatch.setattr(twin, "_norms_of_tiles", Counted())
+    kernel = twin._values_of_tiles
+    monkeypatch.setattr(twin, "_values_of_tiles", Counted())
     keys, lengths, given = make_case()
     check_twin("paged_norms", (keys, lengths, given))
     assert grids == [(8 * 3,)]
@@ -101,13 +98,7 @@ def test_tiny_keys_are_cut_off_like_the_references() -> None:
 def test_pages_beyond_int32_are_read(name: str, unbacked: Make) -> None:
     keys, lengths, given = make_case(torch.tensor([[[40, 33]]]), size=32)
     want = check_twin(name, (keys, lengths, given))
-    page = 16 * 64
-    # In the middle, so that an offset that wraps around reads zeros.
-    memory = unbacked(2 * FAR + 100 * page, HALF)
-    pool = memory[FAR:].as_strided((FAR // page + 50, 16, 32), (page, 64, 1))
-    pages = keys.pages + FAR // page
-    pool[pages] = keys.pools[0][keys.pages]
-    far = PagedTokens([pool], pages, keys.num_tokens)
+    far = far_away(keys, unbacked)
     assert torch.equal(run(name, (far, lengths, given)), want)
 
 
@@ -128,29 +119,22 @@ def test_rows_beyond_int32_are_read_and_written(unbacked: Make) -> None:
     inputs = pool, *pool.stride(), far(table), far(lengths)
     inputs = *inputs, 1, 1, row, num_tokens, num_pages, 16
     sizes = {"SIZE": 32, "WIDTH": 32, "TILE": 128}
-    got = {name: far(torch.zeros(num_tokens)) for name in NAMES}
-    twin._norms_of_tiles[(1,)](*inputs, got["paged_norms"], **sizes)
-    twin._projections_of_tiles[(1,)](
-        *(*inputs, far(directions), got["paged_projections"]), **sizes, IS_COSINE=False
-    )
-    twin._pair_projections_of_tiles[(1,)](
-        *(*inputs, far(directions), far(by_length), got["paged_pair_projections"]),
-        **sizes,
-        GROUP=1,
-    )
-    matrices = given["paged_quadratics"][1]
-    twin._quadratics_of_tiles[(1,)](
-        *(*inputs, far(directions), far(matrices), got["paged_quadratics"]),
-        **sizes,
-        GROUP=1,
-        ROWS=twin.MATRIX_ROWS,
-    )
+    options = {"GROUP": 1, "ROWS": twin.MATRIX_ROWS, "IS_COSINE": False}
     sums, mean = far(torch.zeros(32, dtype=torch.float64)), far(torch.zeros(32))
     twin._sums_of_tiles[(1,)](*inputs, sums, **sizes)
     twin._means_of_rows[(1,)](lengths, sums[-32:], mean[-32:], 1, **sizes, TILES=16)
-    twin._projections_of_tiles[(1,)](
-        *(*inputs, mean, got["paged_cosines"]), **sizes, IS_COSINE=True
-    )
+    along, matrices = map(far, given["paged_quadratics"])
+    got = {name: far(torch.zeros(num_tokens)) for name in NAMES}
+    for name, rows in {
+        "paged_norms": (None, None),
+        "paged_cosines": (mean, None),
+        "paged_projections": (along, None),
+        "paged_quadratics": (along, matrices),
+    }.items():
+        options["IS_COSINE"] = name == "paged_cosines"
+        twin._values_of_tiles[(1,)](*inputs, *rows, got[name], **sizes, **options)
+    pairs = along, far(by_length), got["paged_pair_projections"]
+    twin._pair_projections_of_tiles[(1,)](*inputs, *pairs, **sizes, GROUP=1)
     case = keys, lengths, {**given, "paged_projections": (directions,)}
     for name in NAMES:
         assert torch.equal(got[name][-num_tokens:], check_twin(name, case).flatten())

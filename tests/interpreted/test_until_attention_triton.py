@@ -1,112 +1,13 @@
-"""Attention that sees tokens until a position, in Triton against the reference.
-
-Slots that nobody sees hold NaN, and so does fresh memory. Tolerances: both sides add
-the same float32 products in different orders; in half precision the twin rounds
-weights to the dtype of the values first.
-"""
+"""Attention that sees tokens until a position, in Triton: blocks, shares, offsets."""
 
 import pytest
 import torch
 
-from support.scattered_pages import Make
+from support.scattered_pages import FAR, Make
+from support.twins_of_until_attention import *  # noqa: F403
+from support.twins_of_until_attention import BATCHES, DECODES, HALF, check_step, run
 from support.worker.until_rows import Row, Step
 from vllm_kvpolicy.kernels.triton import visibility as twin
-from vllm_kvpolicy.kernels.visibility import until_attention
-
-HALF, FULL = torch.float16, torch.float32
-FAR = 2**31  # elements that an int32 offset does not reach
-PROMPTS = (
-    Row(150, 37),
-    Row(90, 1),
-    Row(0, 0),
-    Row(1, 1),
-    Row(40, 40, kept=0.6, window=5),
-    Row(200, 3, kept=0.02, gone=0.0),
-    Row(64, 0),
-    Row(66, 30, kept=1.0),
-)
-DECODES = (
-    Row(150, 1),
-    Row(64, 0),
-    Row(1, 1),
-    Row(0, 0),
-    Row(300, 1, kept=0.9),
-    Row(400, 1, kept=0.02, gone=0.0),
-)
-BATCHES = {"prompts": PROMPTS, "decodes": DECODES}
-
-
-def run(step: Step, **changed: object) -> torch.Tensor:
-    """Run the twin through its operation."""
-    arguments = step.arguments() | changed
-    before = until_attention.calls["triton"]
-    until_attention(*arguments.values())
-    assert until_attention.calls["triton"] == before + 1
-    return arguments["output"]
-
-
-def check(step: Step) -> torch.Tensor:
-    """Compare with the reference, and with the definition; return the twin's."""
-    got, arguments = run(step), step.arguments()
-    until_attention.reference(*arguments.values())
-    rounding = 2e-6 if step.query.dtype == FULL else 2e-3
-    want = arguments["output"]
-    torch.testing.assert_close(got, want, rtol=rounding, atol=rounding)
-    torch.testing.assert_close(
-        got.double(), step.expected, rtol=2 * rounding, atol=2 * rounding
-    )
-    return got
-
-
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 7, 8])
-@pytest.mark.parametrize("name", BATCHES)
-def test_groups_of_query_heads(name: str, group: int) -> None:
-    check(Step(BATCHES[name], group=group))
-
-
-@pytest.mark.parametrize("dtype", [HALF, FULL])
-@pytest.mark.parametrize("page", [16, 32])
-@pytest.mark.parametrize("size", [32, 64, 80, 128])
-@pytest.mark.parametrize("name", BATCHES)
-def test_equals_the_reference(
-    name: str, size: int, page: int, dtype: torch.dtype
-) -> None:
-    check(Step(BATCHES[name], size=size, page=page, dtype=dtype))
-
-
-@pytest.mark.parametrize("size", [8, 256])
-@pytest.mark.parametrize("name", BATCHES)
-def test_other_head_sizes(name: str, size: int) -> None:
-    check(Step(BATCHES[name], size=size))
-
-
-@pytest.mark.parametrize("page", [1, 5, 48, 128])
-@pytest.mark.parametrize("name", BATCHES)
-def test_other_page_sizes(name: str, page: int) -> None:
-    """Of one token, of none that divides a block, and larger than a block."""
-    check(Step(BATCHES[name], page=page))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", BATCHES)
-def test_keys_stored_as_columns(name: str) -> None:
-    want = run(Step(BATCHES[name]))
-    assert torch.equal(run(Step(BATCHES[name], columns=True)), want)
-
-
-@pytest.mark.parametrize("queries", [1, 2, 16, 60])
-@pytest.mark.parametrize("window", [1, 13, 500])
-@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
-def test_windows(kept: float, window: int, queries: int) -> None:
-    """All keys, and a window alone: the two ends of admission."""
-    check(Step([Row(60, queries, kept, window), Row(200, queries, kept, window)]))
-
-
-@pytest.mark.parametrize("name", BATCHES)
-def test_garbage_is_not_read(name: str) -> None:
-    want = run(Step(BATCHES[name], garbage=0.0))
-    for garbage in (torch.nan, torch.inf):
-        assert torch.equal(run(Step(BATCHES[name], garbage=garbage)), want)
 
 
 @pytest.mark.parametrize("window", [33, 34])
@@ -125,7 +26,7 @@ def test_blocks_that_no_query_sees_are_left_out(
         return made[-1]
 
     monkeypatch.setattr(twin, "lists_of_tiles", noted)
-    check(
+    check_step(
         Step([Row(1100, 300, kept=0.0, window=window, gone=0.0)], group=4, dtype=HALF)
     )
     lists, counts, tile_rows = made[0]
@@ -139,7 +40,7 @@ def test_blocks_that_no_query_sees_are_left_out(
 
 def test_more_blocks_than_are_sifted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     step = Step([Row(700, 20, gone=0.2)])
-    want = check(step)
+    want = check_step(step)
     monkeypatch.setattr(twin, "LISTED", 4)
     monkeypatch.setattr(twin, "REACHES", 2)
     assert torch.equal(run(step), want)
@@ -151,7 +52,7 @@ def test_any_number_of_shares(shares: int, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(twin, "LEAST", 1)
     monkeypatch.setattr(twin, "SHARES", shares)
     monkeypatch.setattr(twin, "SHARES_AT_ONCE", 4)
-    check(step)
+    check_step(step)
 
 
 def test_single_tokens_by_either_launch() -> None:

@@ -3,11 +3,7 @@
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.visibility import (
-    Decisions,
-    write_until,
-    write_until_ref,
-)
+from vllm_kvpolicy.kernels.visibility import Decisions, write_until, write_until_ref
 
 PAGE, BLOCKS = 4, 50
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.scattered_pages import Make, scattered
+from support.scattered_pages import FAR, Make, far_away, scattered
 from support.twins_of_window_usage import *  # noqa: F403
 from support.twins_of_window_usage import (
     FULL,
@@ -24,8 +24,6 @@ from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import window_logits
 from vllm_kvpolicy.kernels.triton import window_usage as twin
 from vllm_kvpolicy.kernels.window_usage import window_usage_ref
-
-FAR = 2**31  # elements that an int32 offset does not reach
 
 
 def test_more_tiles_than_are_put_together_at_once() -> None:
@@ -129,14 +127,7 @@ def test_nuclei_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_beyond_int32_are_read(unbacked: Make) -> None:
     queries, keys, lengths = make_case(torch.tensor([[[40, 33]]]))
     want = run((queries, keys, lengths), 0.9)
-    page = 16 * 64
-    # In the middle, so that an offset that wraps around reads zeros.
-    memory = unbacked(2 * FAR + 100 * page, HALF)
-    pool = memory[FAR:].as_strided((FAR // page + 50, 16, 32), (page, 64, 1))
-    pages = keys.pages + FAR // page
-    pool[pages] = keys.pools[0][keys.pages]
-    far = PagedTokens([pool], pages, keys.num_tokens)
-    got = run((queries, far, lengths), 0.9)
+    got = run((queries, far_away(keys, unbacked), lengths), 0.9)
     for name in ("mean", "last", "nucleus"):
         assert torch.equal(getattr(got, name), getattr(want, name))
 

@@ -1,26 +1,19 @@
 """The stages of an event in C++; what they refuse."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from benchmarks.gpu.kernel_checks import poisoned
+from support.twins_and_references import in_cpp  # noqa: F401
 from support.twins_of_stages import *  # noqa: F403
 from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
     read_survivors,
     survivor_moves,
 )
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.segment_quota import credited_mass
 from vllm_kvpolicy.kernels.window_usage import pooled_usage
 
-
-@pytest.fixture(autouse=True)
-def in_cpp() -> Iterator[None]:
-    with forced("cpu"), poisoned():
-        yield
+pytestmark = pytest.mark.usefixtures("in_cpp")
 
 
 def test_pooling_of_what_is_no_number() -> None:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from support.made_gates import make_weights
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels import dms_decision, wgkv_gate
 from vllm_kvpolicy.kernels.chunks import few_sizes, last_size, next_size
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate_cached
+from vllm_kvpolicy.kernels.wgkv_gate import gate_cached
 from vllm_kvpolicy.policies.admissions import kvzap
 from vllm_kvpolicy.policies.admissions.kvzap import surrogate_scores
 
@@ -29,15 +30,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 
 def write_gate(dtype: torch.dtype) -> Network:
-    shapes = {
-        "pre_norm": (CHANNELS,),
-        "post_norm": (CHANNELS,),
-        "first": (HEADS, UNITS, 2 * CHANNELS),
-        "first_bias": (HEADS, UNITS),
-        "second": (HEADS, UNITS),
-        "second_bias": (HEADS,),
-    }
-    weights = GateWeights(**{k: drawn(LAYERS, *s) for k, s in shapes.items()})
+    weights = make_weights(LAYERS, HEADS, CHANNELS, UNITS)
     weights, rope = weights.to(torch.device("cpu"), dtype), Rope.from_theta(1e4, 16)
     keys = drawn(LAYERS, HEADS, max(COUNTS), CHANNELS).to(dtype)
 
@@ -94,9 +87,7 @@ def test_code_is_compiled_for_few_sizes(
 
 
 @pytest.mark.parametrize("network", [write_gate, surrogate, adapter])
-def test_each_row_is_as_it_is_alone(
-    network: Callable[[torch.dtype], Network],
-) -> None:
+def test_each_row_is_as_it_is_alone(network: Callable[[torch.dtype], Network]) -> None:
     run = network(torch.float32)
     whole = run(max(COUNTS))
     for count in (1, 2, 3, 63, 64, 65, 200):

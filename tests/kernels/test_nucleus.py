@@ -1,6 +1,8 @@
 """Nuclei and retained mass, against softmaxes written as loops in float64."""
 
 import math
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -53,6 +55,16 @@ def raw_rows(
     return rows
 
 
+def rows_of_heads(
+    queries: torch.Tensor, keys: torch.Tensor
+) -> Iterator[tuple[tuple[int, int, int], list[list[float] | None]]]:
+    """Yield event, layer and head, and the `raw_rows` of these."""
+    for at in product(range(EVENTS), range(LAYERS), range(HEADS)):
+        *pair, head = at
+        length = LENGTHS[at[0]][at[1]][head]
+        yield at, raw_rows(queries[*pair], keys[*pair], length, head)
+
+
 def nucleus_of(probs: list[float], mass: float) -> list[int]:
     """The fewest largest probabilities that reach the mass."""
     best = sorted(range(len(probs)), key=lambda i: -probs[i])
@@ -75,16 +87,11 @@ def test_counts_and_votes(mass: float) -> None:
     )
     assert usage.nucleus is not None and torch.equal(usage.nucleus, counts)
     assert votes.shape == (EVENTS, LAYERS, HEADS, TOKENS)
-    for e in range(EVENTS):
-        for layer in range(LAYERS):
-            for head in range(HEADS):
-                length = LENGTHS[e][layer][head]
-                rows = raw_rows(queries[e, layer], keys[e, layer], length, head)
-                nuclei = [nucleus_of(row, mass) if row else [] for row in rows]
-                at = (e, layer, head)
-                assert counts[at].tolist() == [len(nucleus) for nucleus in nuclei]
-                want = [sum(i in nucleus for nucleus in nuclei) for i in range(TOKENS)]
-                assert votes[at].tolist() == want
+    for at, rows in rows_of_heads(queries, keys):
+        nuclei = [nucleus_of(row, mass) if row else [] for row in rows]
+        assert counts[at].tolist() == [len(nucleus) for nucleus in nuclei]
+        want = [sum(i in nucleus for nucleus in nuclei) for i in range(TOKENS)]
+        assert votes[at].tolist() == want
 
 
 def test_mass_one_is_every_visible_token() -> None:
@@ -131,22 +138,16 @@ def test_retained_mass_and_lse_deficit() -> None:
     keep[..., 0] = True
     got = retained_mass(queries, keys, lengths, scale, keep)
     deficit = window_mean(-got.log(), lengths)
-    for e in range(EVENTS):
-        for layer in range(LAYERS):
-            for head in range(HEADS):
-                at, length = (e, layer, head), LENGTHS[e][layer][head]
-                rows = raw_rows(queries[e, layer], keys[e, layer], length, head)
-                kept = keep[at].tolist()
-                want = [
-                    sum(p for p, k in zip(row, kept, strict=False) if k) if row else 1.0
-                    for row in rows
-                ]
-                torch.testing.assert_close(
-                    got[at], torch.tensor(want), rtol=1e-5, atol=1e-8
-                )
-                drops = [-math.log(m) for m, r in zip(want, rows, strict=True) if r]
-                mean = torch.tensor(sum(drops) / len(drops))
-                torch.testing.assert_close(deficit[at], mean, rtol=1e-5, atol=1e-6)
+    for at, rows in rows_of_heads(queries, keys):
+        kept = keep[at].tolist()
+        want = [
+            sum(p for p, k in zip(row, kept, strict=False) if k) if row else 1.0
+            for row in rows
+        ]
+        torch.testing.assert_close(got[at], torch.tensor(want), rtol=1e-5, atol=1e-8)
+        drops = [-math.log(m) for m, r in zip(want, rows, strict=True) if r]
+        mean = torch.tensor(sum(drops) / len(drops))
+        torch.testing.assert_close(deficit[at], mean, rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_lost_if_all_is_kept() -> None:

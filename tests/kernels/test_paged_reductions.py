@@ -175,10 +175,9 @@ def test_refuses_shapes_that_do_not_fit() -> None:
     along, by_length = further("paged_pair_projections", 16)
     with pytest.raises(ValueError, match="directions: expected"):
         paged_projections(keys, LENGTHS, along)
-    with pytest.raises(ValueError, match="directions: expected"):
-        paged_pair_projections(keys, LENGTHS, along[:, :, :-1], by_length)
-    with pytest.raises(ValueError, match="directions: expected"):
-        paged_pair_projections(keys, LENGTHS, along[..., :-1], by_length)
+    for wrong in (along[:, :, :-1], along[..., :-1]):
+        with pytest.raises(ValueError, match="directions: expected"):
+            paged_pair_projections(keys, LENGTHS, wrong, by_length)
     with pytest.raises(ValueError, match="by_length: expected"):
         paged_pair_projections(keys, LENGTHS, along, by_length.repeat(1, 1, 1, 2))
     odd = PagedTokens.from_dense(make_keys(15, torch.float32))

@@ -1,23 +1,17 @@
 """Lengths and squares of keys in C++; what it refuses."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from benchmarks.gpu.kernel_checks import poisoned
 from support.scattered_pages import scattered
+from support.twins_and_references import in_cpp  # noqa: F401
 from support.twins_of_reductions import *  # noqa: F403
 from support.twins_of_reductions import check_twin, make_case
 from vllm_kvpolicy.kernels import paged_reductions as operations
-from vllm_kvpolicy.kernels.dispatch import forced
 
-
-@pytest.fixture(autouse=True)
-def in_cpp() -> Iterator[None]:
-    with forced("cpu"), poisoned():
-        yield
+pytestmark = pytest.mark.usefixtures("in_cpp")
 
 
 @pytest.fixture(params=["paged_norms", "paged_quadratics"])

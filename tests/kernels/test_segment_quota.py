@@ -1,10 +1,13 @@
 """Cuts, merges and quotas by hand; tests/policies compares whole selections."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_UNIT,
+    SegmentQuotas,
     max_segments,
     num_thresholds,
     pick_by_quota,
@@ -15,21 +18,34 @@ from vllm_kvpolicy.kernels.segment_quota import (
 )
 
 
+def quotas_of(
+    mass: torch.Tensor,
+    total: int,
+    cuts: tuple[float, int, int],
+    min_quota: int = 0,
+    exempt: Sequence[int] = (),
+    **options: bool,
+) -> SegmentQuotas:
+    """Segment rows [R, T] without padding.
+
+    Args:
+        cuts: mass between thresholds, least and most tokens of a segment.
+        exempt: tokens that take no quota.
+    """
+    barred = torch.zeros(mass.shape, dtype=torch.bool)
+    barred[:, list(exempt)] = True
+    lengths, totals = (torch.full((len(mass),), n) for n in (mass.shape[1], total))
+    names = "segment_mass", "min_segment", "max_segment"
+    options = {**dict(zip(names, cuts, strict=True)), "min_quota": min_quota, **options}
+    return segment_quota_ref(mass, lengths, barred, totals, **options)
+
+
 def segments_of(mass: list[float], step: float, low: int, high: int) -> list[list[int]]:
     """Used segments of one row, from fixed-point and from float mass alike."""
     row = torch.tensor([mass], dtype=torch.float64)
     found = []
     for form in (row, to_fixed_point(row)):
-        got = segment_quota_ref(
-            form,
-            torch.tensor([len(mass)]),
-            torch.zeros(1, len(mass), dtype=torch.bool),
-            torch.tensor([1]),
-            segment_mass=step,
-            min_segment=low,
-            max_segment=high,
-            min_quota=0,
-        )
+        got = quotas_of(form, 1, (step, low, high))
         pairs = got.segments[0].tolist()
         found.append([pair for pair in pairs if pair[0] < pair[1]])
     assert found[0] == found[1]
@@ -39,14 +55,8 @@ def segments_of(mass: list[float], step: float, low: int, high: int) -> list[lis
 @pytest.mark.parametrize(
     ("step", "count"),
     [
-        (0.1, 9),
-        (0.02, 49),
-        (0.007, 142),
-        (0.3, 3),
-        (0.6, 1),
-        (0.95, 1),
-        (0.25, 3),
-        (1.0, 0),
+        *((0.1, 9), (0.02, 49), (0.007, 142), (0.3, 3)),
+        *((0.6, 1), (0.95, 1), (0.25, 3), (1.0, 0)),
     ],
 )
 def test_thresholds_are_below_one(step: float, count: int) -> None:
@@ -66,16 +76,7 @@ def test_cut_at_the_first_token_moves_to_the_second() -> None:
 
 def test_unreached_threshold_cuts_off_the_last_token() -> None:
     row = torch.tensor([[MASS_UNIT // 4] * 3 + [0, 0]])  # rounding lost the rest
-    got = segment_quota_ref(
-        row,
-        torch.tensor([5]),
-        torch.zeros(1, 5, dtype=torch.bool),
-        torch.tensor([1]),
-        segment_mass=0.9,
-        min_segment=1,
-        max_segment=99,
-        min_quota=0,
-    )
+    got = quotas_of(row, 1, (0.9, 1, 99))
     assert got.segments[0, :2].tolist() == [[0, 4], [4, 5]]
 
 
@@ -100,18 +101,7 @@ def test_bound_holds(tokens: int, step: float, low: int, high: int) -> None:
     generator = torch.Generator().manual_seed(tokens)
     mass = torch.rand(8, tokens, generator=generator, dtype=torch.float64) ** 6
     mass = to_fixed_point(mass / mass.sum(-1, keepdim=True))
-    lengths = torch.full((8,), tokens)
-    none = torch.zeros(8, tokens, dtype=torch.bool)
-    got = segment_quota_ref(
-        mass,
-        lengths,
-        none,
-        lengths // 2,
-        segment_mass=step,
-        min_segment=low,
-        max_segment=high,
-        min_quota=1,
-    )
+    got = quotas_of(mass, tokens // 2, (step, low, high), min_quota=1)
     assert got.segments.shape[1] == max_segments(tokens, step, low, high)
     assert (got.segments[:, -1, 1] == tokens).all()
     assert (got.quotas.sum(-1) == tokens // 2).all()
@@ -122,17 +112,8 @@ def test_bound_holds(tokens: int, step: float, low: int, high: int) -> None:
 
 
 def test_even_shares_are_blind_to_mass() -> None:
-    got = segment_quota_ref(
-        torch.tensor([[MASS_UNIT, 0, 0, 0, 0, 0, 0]]),
-        torch.tensor([7]),
-        torch.tensor([[False, True, True, False, False, False, False]]),
-        torch.tensor([4]),
-        segment_mass=1.0,
-        min_segment=1,
-        max_segment=3,
-        min_quota=9,
-        by_mass=False,
-    )
+    row = torch.tensor([[MASS_UNIT, 0, 0, 0, 0, 0, 0]])
+    got = quotas_of(row, 4, (1.0, 1, 3), 9, exempt=(1, 2), by_mass=False)
     # Open tokens: 1, 3, 1. One each, then the only segment that has more.
     assert got.quotas.tolist() == [[1, 2, 1]]
 

@@ -3,12 +3,9 @@
 from typing import Any
 
 import pytest
-import torch
 
-from vllm_kvpolicy.kernels.triton import (
-    compact_pages,
-    page_tables,
-)
+from support.typical_launches import empty, float32, int32
+from vllm_kvpolicy.kernels.triton import compact_pages, page_tables
 
 LIMIT = 65_535
 EVENTS, HEADS, TOKENS, BLOCK = 2, 80 * 8, 131_072, 16
@@ -26,51 +23,26 @@ class Launches:
         return lambda *args, **kwargs: None
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return a tensor without memory."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def moves() -> None:
     """Launch the moves of the largest events."""
-    pages = empty(EVENTS, PLACES // BLOCK)
-    compact_pages.survivor_moves(
-        empty(EVENTS, PLACES),
-        empty(EVENTS, HEADS, TOKENS // BLOCK),
-        empty(EVENTS, HEADS + 1),
-        pages,
-        None,
-        TOKENS,
-        BLOCK,
-        1,
-    )
+    held, pages = empty(EVENTS, HEADS, TOKENS // BLOCK), empty(EVENTS, PLACES // BLOCK)
+    lists = empty(EVENTS, PLACES), held, empty(EVENTS, HEADS + 1), pages
+    compact_pages.survivor_moves(*lists, None, TOKENS, BLOCK, 1)
 
 
 def page_lists() -> None:
     """Enter page lists as long as lists of tokens."""
-    cells = PLACES
-    page_tables.enter_page_lists(
-        empty(4, cells, dtype=torch.int32),
-        empty(4, HEADS + 1, dtype=torch.int32),
-        empty(EVENTS),
-        empty(EVENTS, HEADS + 1),
-        empty(EVENTS, cells),
-    )
+    lists = empty(EVENTS), empty(EVENTS, HEADS + 1), empty(EVENTS, PLACES)
+    page_tables.enter_page_lists(int32(4, PLACES), int32(4, HEADS + 1), *lists)
 
 
 def memory() -> None:
     """Write what is remembered of the survivors of the largest events."""
-    compact_pages.write_survivors(
-        empty(2, 4, HEADS * BLOCK, dtype=torch.float32),
-        empty(2, 4, HEADS, 64, dtype=torch.float32),
-        empty(2),
-        empty(EVENTS),
-        empty(2, EVENTS, HEADS, TOKENS, dtype=torch.float32),
-        empty(EVENTS, PLACES),
-        empty(EVENTS, HEADS),
-        empty(EVENTS),
-        empty(4, TOKENS // BLOCK, dtype=torch.int32),
-    )
+    tables = float32(2, 4, HEADS * BLOCK), float32(2, 4, HEADS, 64)
+    values = float32(2, EVENTS, HEADS, TOKENS)
+    given = empty(2), empty(EVENTS), values, empty(EVENTS, PLACES)
+    counts = empty(EVENTS, HEADS), empty(EVENTS)
+    compact_pages.write_survivors(*tables, *given, *counts, int32(4, TOKENS // BLOCK))
 
 
 @pytest.mark.parametrize(

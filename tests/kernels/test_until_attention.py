@@ -1,55 +1,13 @@
-"""Attention that sees tokens until a position, against dense softmax in float64.
-
-What is seen comes from `kernels.visibility`, on logical tokens; the operation has
-them on scattered pages, where some that nobody sees any more are gone and the others
-hold NaN. Tolerance: a float32 softmax over at most 200 tokens.
-"""
+"""Attention that sees tokens until a position, by the reference: chunks and parts."""
 
 import pytest
 import torch
 
+from support.twins_of_until_attention import *  # noqa: F403
+from support.twins_of_until_attention import PROMPTS, check_step, run
 from support.worker.until_rows import Row, Step
 from vllm_kvpolicy.kernels import visibility as module
 from vllm_kvpolicy.kernels.visibility import until_attention
-
-MIXED = (
-    Row(150, 37),
-    Row(90, 1),
-    Row(0, 0),
-    Row(1, 1),
-    Row(40, 40, kept=0.6, window=5),
-    Row(33, 2, window=1),
-    Row(64, 0),
-)
-
-
-def run(step: Step) -> torch.Tensor:
-    arguments = step.arguments()
-    assert until_attention(*arguments.values()) is None
-    return arguments["output"]
-
-
-def check(step: Step) -> torch.Tensor:
-    got = run(step)
-    torch.testing.assert_close(got.double(), step.expected, rtol=1e-5, atol=1e-6)
-    return got
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("page", [16, 32])
-@pytest.mark.parametrize("columns", [False, True])
-def test_random_bits(seed: int, page: int, columns: bool) -> None:
-    step = Step(MIXED, page=page, columns=columns, seed=seed)
-    held, rows = step.lengths.tolist(), step.rows
-    assert any(length < row.tokens for length, row in zip(held, rows, strict=True))
-    check(step)
-
-
-@pytest.mark.parametrize("queries", [1, 7, 60])
-@pytest.mark.parametrize("window", [1, 13, 500])
-@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
-def test_windows(kept: float, window: int, queries: int) -> None:
-    check(Step([Row(60, queries, kept, window), Row(200, queries, kept, window)]))
 
 
 def test_all_kept_is_causal_and_none_kept_a_window() -> None:
@@ -66,14 +24,14 @@ def test_all_kept_is_causal_and_none_kept_a_window() -> None:
         want = torch.nn.functional.scaled_dot_product_attention(
             query, keys[None], values[None], attn_mask=mask, scale=step.scale
         )
-        torch.testing.assert_close(check(step), want.transpose(0, 1))
+        torch.testing.assert_close(check_step(step), want.transpose(0, 1))
 
 
 @pytest.mark.parametrize("cuts", [(0, 50), (0, 16, 17, 50), tuple(range(51))])
 def test_chunks_see_what_the_whole_prompt_sees(cuts: tuple[int, ...]) -> None:
     """The same pages, filled further in each step."""
     whole = Step([Row(50, 50)])
-    want = check(whole)
+    want = check_step(whole)
     for first, end in zip(cuts, cuts[1:], strict=False):
         arguments = whole.arguments()
         arguments["query"] = whole.query[first:end]
@@ -87,23 +45,14 @@ def test_chunks_see_what_the_whole_prompt_sees(cuts: tuple[int, ...]) -> None:
 
 def test_parts_of_rows_and_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is bounded by taking some rows, and some of their queries, at a time."""
-    want = run(Step(MIXED))
+    want = run(Step(PROMPTS))
     monkeypatch.setattr(module, "QUERIES", 16)
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
-    torch.testing.assert_close(run(Step(MIXED)), want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
-    step = Step(MIXED, dtype=dtype)
-    got = run(step)
-    assert got.dtype == dtype
-    off = (got.double() - step.expected).abs()
-    assert off.max() <= 2 * torch.finfo(dtype).eps * step.expected.abs().max()
+    torch.testing.assert_close(run(Step(PROMPTS)), want)
 
 
 def test_queries_of_no_row_and_larger_bounds() -> None:
-    step = Step(MIXED)
+    step = Step(PROMPTS)
     arguments = step.arguments()
     arguments["query"] = torch.cat((step.query, step.query[:3]))
     arguments["output"] = torch.full_like(arguments["query"], torch.nan)
@@ -124,14 +73,8 @@ def test_a_position_off_by_one_shows() -> None:
         assert differs.sum() > 20
 
 
-def test_garbage_is_not_read() -> None:
-    want = run(Step(MIXED, garbage=0.0))
-    for garbage in (torch.nan, torch.inf):
-        assert torch.equal(run(Step(MIXED, garbage=garbage)), want)
-
-
 def test_rows_are_by_themselves() -> None:
-    together = Step(MIXED)
+    together = Step(PROMPTS)
     want = run(together)
     arguments = together.arguments()
     alone = {name: arguments[name][:1] for name in ("tables", "lengths", "ends")}

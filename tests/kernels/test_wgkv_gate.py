@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from support.made_gates import make_weights
+from vllm_kvpolicy.kernels import wgkv_gate
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import (
-    GateWeights,
-    gate,
-    gate_cached,
-    paged_gates,
-)
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, gate, gate_cached, paged_gates
 from vllm_kvpolicy.policies.admissions.wgkv import Gates, load
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "wgkv_gate.npz"
@@ -50,10 +47,6 @@ def weights_of(golden: dict[str, np.ndarray], case: str) -> GateWeights:
     for field in ("first_bias", "second"):
         tensors[field] = tensors[field].view(heads, -1)
     return GateWeights(**tensors)
-
-
-def cast(weights: GateWeights, dtype: torch.dtype) -> GateWeights:
-    return GateWeights(**{name: t.to(dtype) for name, t in weights.tensors().items()})
 
 
 def by_hand(golden: dict[str, np.ndarray], case: str, head: int, token: int) -> float:
@@ -104,7 +97,7 @@ def test_values_by_hand(golden: dict[str, np.ndarray], case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_values_in_bfloat16(golden: dict[str, np.ndarray], case: str) -> None:
-    weights = cast(weights_of(golden, case), torch.bfloat16)
+    weights = weights_of(golden, case).to(torch.device("cpu"), torch.bfloat16)
     keys = (array(golden, case, name).bfloat16() for name in ("k_pre", "k_post"))
     got = gate(*keys, weights)
     assert got.dtype == torch.float32
@@ -150,24 +143,8 @@ def test_wrong_positions_show(golden: dict[str, np.ndarray]) -> None:
     assert np.abs(got.numpy() - golden["qwen3_b|g"]).max() > 1e-2
 
 
-def random_weights(layers: int, heads: int, channels: int, units: int) -> GateWeights:
-    generator = torch.Generator().manual_seed(2)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(layers, *shape, generator=generator)
-
-    return GateWeights(
-        drawn(channels),
-        drawn(channels),
-        drawn(heads, units, 2 * channels) * 0.3,
-        drawn(heads, units),
-        drawn(heads, units) * 0.3,
-        drawn(heads),
-    )
-
-
 def test_layers_at_once_or_one_by_one() -> None:
-    weights = random_weights(layers=3, heads=2, channels=8, units=6)
+    weights = make_weights(layers=3, heads=2, channels=8, units=6)
     generator = torch.Generator().manual_seed(3)
     keys = torch.randn(3, 2, 9, 8, generator=generator)
     positions = torch.randint(0, 500, (3, 2, 9), generator=generator)
@@ -198,14 +175,17 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("chunk_bytes", "tokens"), [(1, 1), (4000, 1), (40_000, 16), (10**9, 100)]
 )
-def test_chunks_bound_what_is_in_memory(chunk_bytes: int, tokens: int) -> None:
+def test_chunks_bound_what_is_in_memory(
+    chunk_bytes: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A chunk has one of the few numbers of tokens that are not padded."""
-    weights = random_weights(layers=2, heads=2, channels=8, units=16)
+    weights = make_weights(layers=2, heads=2, channels=8, units=16)
     keys = torch.randn(2, 2, 100, 8, generator=torch.Generator().manual_seed(4))
     args = (keys, torch.arange(100), Rope.from_theta(1e4, 8), weights)
     want = gate_cached(*args)
+    monkeypatch.setattr(wgkv_gate, "CHUNK_BYTES", chunk_bytes)
     with Largest() as seen:
-        got = gate_cached(*args, chunk_bytes=chunk_bytes)
+        got = gate_cached(*args)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
     token_bytes = 4 * 4 * (10 * 8 + 3 * 16)
     assert seen.calls == -(-100 // tokens)
@@ -224,14 +204,7 @@ def test_each_token_has_the_gate_of_its_key_and_position() -> None:
     pages = torch.randperm(60, generator=generator).view(2, 2, 3, 5)  # E, L, H, C
     token = torch.randint(0, 20, (2, 2, 3, 7), generator=generator)
     positions = torch.randint(0, 9000, token.shape, generator=generator)
-    weights = GateWeights(
-        drawn(2, size),
-        drawn(2, size),
-        drawn(2, 3, units, 2 * size) * 0.3,
-        drawn(2, 3, units),
-        drawn(2, 3, units) * 0.3,
-        drawn(2, 3),
-    )
+    weights = make_weights(layers=2, heads=3, channels=size, units=units)
     rope = Rope.from_theta(1e4, size)
     keys = PagedTokens(pools, pages, 20)
     got = paged_gates(keys, token, positions, rope, weights)

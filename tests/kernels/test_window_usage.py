@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,6 +35,18 @@ def make_inputs(
     return queries, keys, torch.tensor(LENGTHS)
 
 
+def measure(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float = SCALE,
+    **options: Any,
+) -> WindowUsage:
+    """Run the reference on keys [E, L, H, T, D]."""
+    paged = PagedTokens.from_dense(keys)
+    return window_usage_ref(queries, paged, lengths, scale, **options)
+
+
 def naive_probs(queries: torch.Tensor, keys: torch.Tensor, length: int) -> torch.Tensor:
     """Probabilities [G, W, length] float64 of one KV head with its query heads."""
     probs = torch.zeros(GROUP, WINDOW, length, dtype=torch.float64)
@@ -59,7 +72,7 @@ def rows(lengths: torch.Tensor) -> Iterator[tuple[int, int, int, slice, int]]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_equals_naive_softmax(dtype: torch.dtype) -> None:
     queries, keys, lengths = make_inputs(dtype)
-    got = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
+    got = measure(queries, keys, lengths)
     assert got.mean.dtype == got.last.dtype == torch.float32
     for e, layer, head, group, n in rows(lengths):
         probs = naive_probs(queries[e, layer, group], keys[e, layer, head], n)
@@ -78,14 +91,12 @@ def test_a_sink_takes_its_share_and_gives_nothing() -> None:
     logits = torch.tensor([1.0, 3.0]).log()
     queries, keys = torch.ones(1, 1, 2, 2, 1), logits.view(1, 1, 1, 2, 1)
     lengths, sink_logits = torch.tensor([[[2]]]), torch.tensor([[4.0, 1e-30]]).log()
-    paged = PagedTokens.from_dense(keys)
-    got = window_usage_ref(queries, paged, lengths, 1.0, sink_logits=sink_logits)
+    got = measure(queries, keys, lengths, 1.0, sink_logits=sink_logits)
     want = torch.tensor([[[[1 / 8, 3 / 8], [1 / 4, 3 / 4]]]])
     torch.testing.assert_close(got.last, want)
     torch.testing.assert_close(got.mean, want)  # at two tokens only one query counts
     longer = torch.cat([keys, torch.tensor(2.0).log().view(1, 1, 1, 1, 1)], 3)
-    paged = PagedTokens.from_dense(longer)
-    got = window_usage_ref(queries, paged, lengths + 1, 1.0, sink_logits=sink_logits)
+    got = measure(queries, longer, lengths + 1, 1.0, sink_logits=sink_logits)
     means = [[1 / 8 + 1 / 10, 3 / 8 + 3 / 10, 2 / 10]]
     means += [[1 / 4 + 1 / 6, 3 / 4 + 3 / 6, 2 / 6]]
     torch.testing.assert_close(got.mean, torch.tensor([[means]]) / 2)
@@ -93,13 +104,13 @@ def test_a_sink_takes_its_share_and_gives_nothing() -> None:
 
 def test_sinks_that_are_not_taken() -> None:
     queries, keys, lengths = make_inputs(torch.float32)
-    given = queries, PagedTokens.from_dense(keys), lengths, SCALE
+    given = queries, keys, lengths
     sink_logits = torch.zeros(LAYERS, HEADS * GROUP)
     for wrong in (sink_logits[:1], sink_logits[:, :1], sink_logits.double()):
         with pytest.raises(ValueError, match="^sink_logits: expected"):
-            window_usage_ref(*given, sink_logits=wrong)
+            measure(*given, sink_logits=wrong)
     with pytest.raises(ValueError, match="^mass: expected None beside sinks"):
-        window_usage_ref(*given, mass=0.9, sink_logits=sink_logits)
+        measure(*given, mass=0.9, sink_logits=sink_logits)
 
 
 @pytest.mark.parametrize("length", [1, 2, 5, WINDOW, WINDOW + 1])
@@ -107,7 +118,7 @@ def test_short_rows_shorten_the_window(length: int) -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     lengths[1, :, 1] = length
     queries[1, :, GROUP:, : max(0, WINDOW - length)] = torch.nan
-    got = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
+    got = measure(queries, keys, lengths)
     used = min(WINDOW, max(length - 1, 1))
     assert got.window[1].tolist() == [[WINDOW, used]] * LAYERS
     assert (got.window[::2] == WINDOW).all()
@@ -122,20 +133,16 @@ def test_short_rows_shorten_the_window(length: int) -> None:
 
 def test_padding_may_hold_anything_and_changes_nothing() -> None:
     queries, keys, lengths = make_inputs(torch.float32)
-    want = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
+    want = measure(queries, keys, lengths)
     padding = torch.arange(TOKENS) >= lengths[..., None]
     for fill in (torch.nan, torch.inf):
         filled = keys.masked_fill(padding[..., None], fill)
-        got = window_usage_ref(queries, PagedTokens.from_dense(filled), lengths, SCALE)
+        got = measure(queries, filled, lengths)
         assert torch.equal(got.mean, want.mean) and torch.equal(got.last, want.last)
     for e in range(EVENTS):
         n = int(lengths[e].max())
-        alone = window_usage_ref(
-            queries[e : e + 1],
-            PagedTokens.from_dense(keys[e : e + 1, ..., :n, :]),
-            lengths[e : e + 1],
-            SCALE,
-        )
+        one = slice(e, e + 1)
+        alone = measure(queries[one], keys[one, ..., :n, :], lengths[one])
         # The same sums, though a matrix product may order its own by shape.
         np.testing.assert_allclose(
             alone.mean[0], want.mean[e, ..., :n], rtol=2e-6, atol=1e-9
@@ -144,10 +151,10 @@ def test_padding_may_hold_anything_and_changes_nothing() -> None:
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys, lengths = make_inputs(torch.float32)
-    want = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
+    want = measure(queries, keys, lengths)
     for chunk_bytes in (1, 100_000):
         monkeypatch.setattr(chunks, "CPU_CHUNK_BYTES", chunk_bytes)
-        got = window_usage_ref(queries, PagedTokens.from_dense(keys), lengths, SCALE)
+        got = measure(queries, keys, lengths)
         np.testing.assert_allclose(got.mean, want.mean, rtol=2e-6, atol=1e-9)
         np.testing.assert_allclose(got.last, want.last, rtol=2e-6, atol=1e-9)
 
@@ -155,18 +162,14 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_refuses_shapes_that_do_not_fit() -> None:
     queries, keys, lengths = make_inputs(torch.float32)
     with pytest.raises(ValueError, match="queries: expected"):
-        window_usage_ref(
-            queries[:, :, :5], PagedTokens.from_dense(keys), lengths, SCALE
-        )
+        measure(queries[:, :, :5], keys, lengths)
     with pytest.raises(ValueError, match="queries: expected"):
-        window_usage_ref(queries[:2], PagedTokens.from_dense(keys), lengths, SCALE)
-    usage = WindowUsage(
-        torch.rand(1, 1, 2, 9), torch.rand(1, 1, 2, 9), lengths, lengths
-    )
+        measure(queries[:2], keys, lengths)
+    given = torch.rand(1, 1, 2, 9), lengths[:1], lengths[:1]
     with pytest.raises(ValueError, match="pool_kernel: expected an odd number"):
-        pooled_usage(usage.mean, lengths[:1], lengths[:1], pool_kernel=4)
+        pooled_usage(*given, pool_kernel=4)
     with pytest.raises(ValueError, match="suffix_pad: expected one of"):
-        pooled_usage(usage.mean, lengths[:1], lengths[:1], suffix_pad="last")
+        pooled_usage(*given, suffix_pad="last")
 
 
 @pytest.mark.parametrize("case", range(8))
@@ -193,12 +196,8 @@ def test_usage_from_keys_and_queries_equals_the_authors(
         keys = torch.from_numpy(data[f"{layer}_T257_k"])[None, None]
         queries = torch.from_numpy(data[f"{layer}_T257_q"])[None, None]
         want = data[f"{layer}_T257_ams_usage_w{window}"]
-    usage = window_usage_ref(
-        queries[..., -window:, :],
-        PagedTokens.from_dense(keys),
-        torch.full(keys.shape[:3], 257),
-        keys.shape[-1] ** -0.5,
-    )
+    lengths, scale = torch.full(keys.shape[:3], 257), keys.shape[-1] ** -0.5
+    usage = measure(queries[..., -window:, :], keys, lengths, scale)
     mean = mean_over_group(usage.mean, keys.shape[2])
     got = pooled_usage(mean, usage.lengths, usage.window, 5, "global")
     np.testing.assert_allclose(got[0, 0], want, rtol=2e-4, atol=1e-6)

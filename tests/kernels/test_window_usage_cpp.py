@@ -1,22 +1,15 @@
 """Window attention in C++; every kind of CPU has to pass these."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from benchmarks.gpu.kernel_checks import poisoned
+from support.twins_and_references import in_cpp  # noqa: F401
 from support.twins_of_window_usage import *  # noqa: F403
 from support.twins_of_window_usage import RAGGED, SCALE, check_twin, make_case, run
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_usage import window_usage, window_usage_ref
 
-
-@pytest.fixture(autouse=True)
-def in_cpp() -> Iterator[None]:
-    with forced("cpu"), poisoned():
-        yield
+pytestmark = pytest.mark.usefixtures("in_cpp")
 
 
 @pytest.mark.parametrize(

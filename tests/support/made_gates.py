@@ -2,26 +2,34 @@
 
 import torch
 
+from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv import Gates
+
+
+def make_weights(
+    layers: int = 3, heads: int = 2, channels: int = 8, units: int = 5
+) -> GateWeights:
+    """Return random weights."""
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(layers, *shape, generator=generator)
+
+    return GateWeights(
+        pre_norm=drawn(channels),
+        post_norm=drawn(channels),
+        first=drawn(heads, units, 2 * channels),
+        first_bias=drawn(heads, units),
+        second=drawn(heads, units),
+        second_bias=drawn(heads),
+    )
 
 
 def make_gates(
     layers: int = 3, heads: int = 2, channels: int = 8, units: int = 5, **fields: object
 ) -> Gates:
     """Return gates of random weights; `fields` replace those of `Gates`."""
-    generator = torch.Generator().manual_seed(1)
-
-    def drawn(*shape: int) -> torch.Tensor:
-        return torch.randn(layers, *shape, generator=generator)
-
-    weights = {
-        "pre_norm": drawn(channels),
-        "post_norm": drawn(channels),
-        "first": drawn(heads, units, 2 * channels),
-        "first_bias": drawn(heads, units),
-        "second": drawn(heads, units),
-        "second_bias": drawn(heads),
-    }
+    weights = make_weights(layers, heads, channels, units)
     values = {
         "model": "a model",
         "flavour": "qwen3",
@@ -34,6 +42,6 @@ def make_gates(
         "sinks": 4,
         "sparsity_weight": 0.16,
         "kept_fraction": 0.25,
-        "tensors": Gates.unstacked(weights),
+        "tensors": Gates.unstacked(weights.tensors()),
     }
     return Gates(**{**values, **fields})

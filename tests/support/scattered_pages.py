@@ -6,6 +6,7 @@ import torch
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 
+FAR = 2**31  # elements that an int32 offset does not reach
 Make = Callable[[int, torch.dtype], torch.Tensor]
 """Makes zeros that take up addresses alone: the fixture `unbacked` of conftest."""
 
@@ -30,3 +31,32 @@ def scattered(
     keys[pages] = padded.view(-1, page_size, size)
     pages = pages.view(*lengths.shape, per_row)
     return PagedTokens([keys] * lengths.shape[1], pages, num_tokens)
+
+
+def pools_apart(keys: PagedTokens) -> PagedTokens:
+    """Copy one event's keys to a pool per layer, each of another size."""
+    apart, num_pages = [], keys.pages[:, 0].numel()
+    for layer in range(len(keys.pools)):
+        pool = keys.pools[0][keys.pages[:, layer].flatten()]
+        wide = torch.nn.functional.pad(
+            pool, (0, keys.shape[-1], 0, 0, 0, layer), value=torch.nan
+        )
+        apart.append(wide[..., : keys.shape[-1]])
+    pages = torch.arange(num_pages).view_as(keys.pages[:, :1]).expand_as(keys.pages)
+    return PagedTokens(apart, pages.contiguous(), keys.num_tokens)
+
+
+def far_away(keys: PagedTokens, unbacked: Make) -> PagedTokens:
+    """Copy keys to pages beyond FAR.
+
+    In the middle of memory, so that an offset that wraps around reads zeros.
+    """
+    page_size, size = keys.pools[0].shape[1:]
+    page = page_size * 2 * size
+    first, count = -(-FAR // page), len(keys.pools[0])
+    memory = unbacked(2 * FAR + (count + 50) * page, keys.pools[0].dtype)
+    pool = memory[FAR:].as_strided(
+        (first + count, page_size, size), (page, 2 * size, 1)
+    )
+    pool[first:] = keys.pools[0]
+    return PagedTokens([pool] * len(keys.pools), keys.pages + first, keys.num_tokens)

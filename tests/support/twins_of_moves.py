@@ -96,10 +96,7 @@ def test_tokens_arrive_and_nothing_else_changes(
     ],
 )
 def test_tokens_of_every_dtype_and_width_arrive(
-    takes_columns: bool,
-    dtype: torch.dtype,
-    head_dim: int,
-    block_size: int,
+    takes_columns: bool, dtype: torch.dtype, head_dim: int, block_size: int
 ) -> None:
     """Rows longer than a tile of the real size, in one half of a pool's columns."""
     sizes, bits = [600 // block_size, 3, 0, 1], INTEGERS[dtype.itemsize]

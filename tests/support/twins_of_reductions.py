@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from support.scattered_pages import scattered
+from support.scattered_pages import pools_apart, scattered
 from vllm_kvpolicy.kernels import paged_reductions as operations
 from vllm_kvpolicy.kernels.paged import PagedTokens
 
@@ -113,14 +113,7 @@ def test_short_rows(name: str, length: int) -> None:
 def test_layers_with_a_pool_each(name: str) -> None:
     keys, lengths, given = make_case(RAGGED[:1], size=32)
     want = run(name, (keys, lengths, given))
-    num_pages = keys.pages[:, 0].numel()
-    apart = []
-    for layer in range(2):
-        size = num_pages + layer, 16, 64
-        apart.append(torch.full(size, torch.nan, dtype=HALF)[..., :32])
-        apart[layer][:num_pages] = keys.pools[0][keys.pages[:, layer].flatten()]
-    pages = torch.arange(num_pages).view(1, 1, 2, -1).repeat(1, 2, 1, 1)
-    got = check_twin(name, (PagedTokens(apart, pages, keys.num_tokens), lengths, given))
+    got = check_twin(name, (pools_apart(keys), lengths, given))
     assert torch.equal(got, want)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from support.twins_and_references import check_call
+from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.ranking import fill_next_best, resize, top_k_mask
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_UNIT,
@@ -69,22 +70,6 @@ def draw(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def check(operation: Operation, *args: Any, **options: Any) -> Any:
-    """Compare with the reference; return what the twin found."""
-    before = operation.calls["reference"]
-    found = operation(*args, **options)
-    assert operation.calls["reference"] == before, "the twin has not run"
-    want = operation.reference(*args, **options)
-    parts = [found], [want]
-    if operation is segment_quota:
-        parts = (
-            [each.segments, each.quotas, each.segment_of] for each in (found, want)
-        )
-    for got, wanted in zip(*parts, strict=True):
-        assert got.dtype == wanted.dtype and torch.equal(got, wanted)
-    return found
-
-
 def scores(tokens: int, generator: torch.Generator, rows: int = 6) -> torch.Tensor:
     """[rows, tokens] float32: distinct, tied, special, zeros, infinite, denormal."""
     plain = torch.randn(6, tokens, generator=generator)
@@ -114,8 +99,8 @@ def check_best(
     valid: torch.Tensor,
     target: torch.Tensor | int,
 ) -> None:
-    check(fill_next_best, kept, score, valid, target)
-    check(top_k_mask, score, must, valid, target)
+    check_call(fill_next_best, kept, score, valid, target)
+    check_call(top_k_mask, score, must, valid, target)
 
 
 # -- selections ------------------------------------------------------------------------
@@ -176,7 +161,7 @@ def test_any_leading_axes_and_strides(shape: tuple[int, ...]) -> None:
     target = target.permute(tuple(reversed(range(len(shape)))))
     check_best(*scattered, valid[:1, :1].expand(2, 3, 48), target)
     by_token = score.transpose(1, 2).flatten(1), kept.transpose(1, 2).flatten(1)
-    check(fill_next_best, by_token[1], by_token[0], ~by_token[1], 90)
+    check_call(fill_next_best, by_token[1], by_token[0], ~by_token[1], 90)
 
 
 def test_neighbours_and_padding_of_selections_change_nothing() -> None:
@@ -211,7 +196,7 @@ def test_whole_pages(tokens: int, page: int) -> None:
     most = tokens // page + 2
     pages, quota = torch.randint(0, most, (2, rows), generator=generator)
     quota[:2] = torch.tensor([0, most])
-    got = check(resize, kept, score, must, pages, quota, page)
+    got = check_call(resize, kept, score, must, pages, quota, page)
     same = resize(
         *(x.view(2, rows // 2, -1) for x in (kept, score, must)),
         pages.view(2, -1),
@@ -232,7 +217,7 @@ def test_nothing_to_select() -> None:
 
 
 def check_quotas(rows: Rows, **options: Any) -> Any:
-    got = check(segment_quota, *rows.values(), **options)
+    got = check_call(segment_quota, *rows.values(), **options)
     assert torch.equal(got.quotas.sum(-1), rows["total"])
     return got
 
@@ -348,7 +333,7 @@ def test_picks_of_runs_with_gaps(tokens: int, length: int) -> None:
     exempt = torch.rand(3, tokens, generator=generator) < 0.2
     quotas = torch.randint(0, length + 2, (3, 5), generator=generator)
     score = scores(tokens, generator, 3)
-    check(pick_by_quota, score, group.masked_fill(exempt, 5), quotas)
+    check_call(pick_by_quota, score, group.masked_fill(exempt, 5), quotas)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -360,19 +345,19 @@ def test_picks_of_scattered_groups(dtype: torch.dtype) -> None:
     group = torch.randint(0, 4, score.shape, generator=generator)
     group[:, 300:] = group[:, 300:].clamp(min=1)  # the first ends early
     quotas = torch.tensor([[30, 0, 150], [3, 90, 10**6], [1, 60, 0]])
-    check(pick_by_quota, score, group, quotas)
+    check_call(pick_by_quota, score, group, quotas)
     if dtype == torch.float32:
-        check(pick_by_quota, score.t().contiguous().t(), group, quotas)
+        check_call(pick_by_quota, score.t().contiguous().t(), group, quotas)
 
 
 def test_picks_of_long_runs() -> None:
     tokens = 2 * GROUP_TILE + 500
     score = scores(tokens, draw(9), 2)
     group = (torch.arange(tokens) >= 10).long().repeat(2, 1)
-    check(pick_by_quota, score, group, torch.tensor([[3, 700], [9, 1400]]))
+    check_call(pick_by_quota, score, group, torch.tensor([[3, 700], [9, 1400]]))
     # Of equal scores the later: they lie in three tiles.
     quotas = torch.tensor([[4, 1400], [0, 77]])
-    check(pick_by_quota, torch.zeros_like(score), group, quotas)
+    check_call(pick_by_quota, torch.zeros_like(score), group, quotas)
 
 
 def test_nothing_to_pick() -> None:

@@ -10,27 +10,16 @@ from typing import Any
 import pytest
 import torch
 
+from support.twins_and_references import check_call, check_tables
 from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
-    list_survivors_ref,
     read_survivors,
     survivor_moves,
-    survivor_moves_ref,
     write_survivors,
 )
-from vllm_kvpolicy.kernels.dispatch import Operation
-from vllm_kvpolicy.kernels.ranking import (
-    limit_must_keep,
-    limit_must_keep_ref,
-    must_keep_tokens,
-    must_keep_tokens_ref,
-)
-from vllm_kvpolicy.kernels.segment_quota import credited_mass, credited_mass_ref
-from vllm_kvpolicy.kernels.window_usage import (
-    SUFFIX_PADS,
-    pooled_usage,
-    pooled_usage_ref,
-)
+from vllm_kvpolicy.kernels.ranking import limit_must_keep, must_keep_tokens
+from vllm_kvpolicy.kernels.segment_quota import credited_mass
+from vllm_kvpolicy.kernels.window_usage import SUFFIX_PADS, pooled_usage
 
 SEEDS = range(4)
 EVENTS, LAYERS, HEADS, BLOCKS, PAGE = 3, 3, 2, 40, 4
@@ -86,36 +75,17 @@ def test_lists_and_moves(seed: int, groups: int) -> None:
     score = torch.rand(EVENTS, NUM_HEADS, num_tokens, generator=by)
     survives = score.argsort(-1).argsort(-1) < (quota * PAGE)[..., None]
     places = NUM_HEADS * DEST * PAGE
-    sources = list_survivors(survives, first, places, PAGE)
-    assert torch.equal(sources, list_survivors_ref(survives, first, places, PAGE))
+    sources = check_call(list_survivors, survives, first, places, PAGE)
     strided = first[:1].expand(EVENTS, -1)
     same = survives[:1].expand(EVENTS, -1, -1)
-    want = list_survivors_ref(same, strided, places, PAGE)
-    assert torch.equal(list_survivors(same, strided, places, PAGE), want)
+    check_call(list_survivors, same, strided, places, PAGE)
     pages = order(999, (EVENTS, NUM_HEADS * DEST), by)
     longer = torch.nn.functional.pad(held, (0, 1))  # the last page is not full
     for unmoved in (None, pages % 3 > 0):
         for begins in (first, strided):
             moves = sources, longer, begins, pages, unmoved, num_tokens, PAGE, groups
-            made, wanted = survivor_moves(*moves), survivor_moves_ref(*moves)
+            made = check_call(survivor_moves, *moves)
             assert (made.in_place is None) == (unmoved is None)
-            for name, value in vars(wanted).items():
-                if value is not None:
-                    assert torch.equal(getattr(made, name), value), name
-
-
-def both(
-    operation: Operation, ref: Any, tables: list[Any], *given: Any, last: bool = False
-) -> tuple[Any, Any]:
-    """Run two on copies of the tables, which come first or last; compare these."""
-    results, after = [], []
-    for call in (operation, ref):
-        mine = [table.clone() for table in tables]
-        results.append(call(*given, *mine) if last else call(*mine, *given))
-        after.append(mine)
-    assert all(map(torch.equal, *after))
-    assert not all(map(torch.equal, after[0], tables))
-    return results[0], results[1]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -128,15 +98,14 @@ def test_survivor_values(seed: int) -> None:
     blocks = order(BLOCKS, (SLOTS, DEST), by).int()
     quota = integers(0, 4, (EVENTS, NUM_HEADS), by)
     read = survivors, local, which, index, first_of(quota).int(), blocks, num_tokens
-    values = read_survivors(*read)
-    assert torch.equal(values, read_survivors.reference(*read))
+    values = check_call(read_survivors, *read)
     sources = order(NUM_HEADS * num_tokens, (1, 2 * WIDTH), by).expand(EVENTS, -1)
     sources = sources.masked_fill(torch.arange(2 * WIDTH) > WIDTH + seed, -1)
     num_local = torch.tensor([0, 2, most_local])
     pages = integers(0, HELD, (EVENTS, NUM_HEADS), by)
     for num_pages in (pages, pages[:, :1].expand(-1, NUM_HEADS)):
         rest = which, index, values, sources, num_pages, num_local, blocks
-        both(write_survivors, write_survivors.reference, [survivors, local], *rest)
+        check_tables(write_survivors, [survivors, local], *rest)
 
 
 @pytest.mark.parametrize("suffix", SUFFIX_PADS)
@@ -148,12 +117,12 @@ def test_pooled_usage(tokens: int, kernel: int, suffix: str) -> None:
     usage = torch.rand(2, 3, 4, tokens, generator=by)
     lengths = integers(1, tokens + 1, (2, 3, 4), by)
     window = lengths.clamp(max=33)
-    got = pooled_usage(usage, lengths, window, kernel, suffix)
-    want = pooled_usage_ref(usage, lengths, window, kernel, suffix)
+    given = usage, lengths, window, kernel, suffix
     if suffix == "mean":
+        got, want = pooled_usage(*given), pooled_usage.reference(*given)
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
     else:
-        assert torch.equal(got, want)
+        check_call(pooled_usage, *given)
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
@@ -166,11 +135,7 @@ def test_credited_mass(tokens: int, dtype: torch.dtype) -> None:
     usage[3, ::3], usage[4, ::5] = math.nan, math.inf
     lengths = integers(1, tokens + 1, (6,), generator)
     for old in (None, credit, credit.to(dtype), torch.zeros_like(credit)):
-        given = usage.to(dtype), lengths, old, 0.7, 0.6
-        for got, want in zip(
-            credited_mass(*given), credited_mass_ref(*given), strict=True
-        ):
-            assert got.dtype == want.dtype and torch.equal(got, want)
+        check_call(credited_mass, usage.to(dtype), lengths, old, 0.7, 0.6)
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
@@ -183,8 +148,7 @@ def test_limit_of_must_keep(tokens: int) -> None:
     must[2:4] |= torch.rand(2, tokens, generator=generator) < 0.3
     must[4], must[5] = True, False
     for budget in (1, 3, tokens // 2 + 1, tokens, tokens + 9):
-        got = limit_must_keep(must.view(2, 3, -1), budget)
-        assert torch.equal(got, limit_must_keep_ref(must.view(2, 3, -1), budget))
+        check_call(limit_must_keep, must.view(2, 3, -1), budget)
 
 
 @pytest.mark.parametrize("tokens", COUNTS)
@@ -194,6 +158,4 @@ def test_must_keep_tokens(tokens: int) -> None:
     local = torch.tensor([0, 3, tokens])
     sinks = torch.tensor([0, 4, 1])
     for num_pages in (pages, pages[:, :1].expand(-1, 5)):
-        got = must_keep_tokens(num_pages, local, sinks, 4, tokens)
-        want = must_keep_tokens_ref(num_pages, local, sinks, 4, tokens)
-        assert all(map(torch.equal, got, want))
+        check_call(must_keep_tokens, num_pages, local, sinks, 4, tokens)

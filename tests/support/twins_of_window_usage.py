@@ -11,7 +11,7 @@ from math import log
 import pytest
 import torch
 
-from support.scattered_pages import scattered
+from support.scattered_pages import pools_apart, scattered
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
@@ -140,14 +140,7 @@ def test_short_requests_shorten_the_window() -> None:
 def test_layers_with_a_pool_each() -> None:
     queries, keys, lengths = make_case(SMALL)
     want = run((queries, keys, lengths), mass=0.6)
-    apart, num_pages = [], keys.pages[:, 0].numel()
-    for layer in range(2):
-        size = num_pages + layer, 16, 64
-        apart.append(torch.full(size, torch.nan, dtype=HALF)[..., :32])
-        apart[layer][:num_pages] = keys.pools[0][keys.pages[:, layer].flatten()]
-    pages = torch.arange(num_pages).view(1, 1, 2, -1).repeat(1, 2, 1, 1)
-    keys = PagedTokens(apart, pages, keys.num_tokens)
-    got = check_twin((queries, keys, lengths), mass=0.6)
+    got = check_twin((queries, pools_apart(keys), lengths), mass=0.6)
     for name in ("mean", "last", "nucleus"):
         assert torch.equal(getattr(got, name), getattr(want, name))
 

@@ -24,9 +24,9 @@ from training.dms_student import (
 )
 from training.model import Base, load_base
 from training.rows import Row
+from training.visibility import settled, visible, visible_until
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.visibility import settled, visible, visible_until
 
 WINDOW = 5
 SETTINGS = Settings(window=WINDOW)

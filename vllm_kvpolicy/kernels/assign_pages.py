@@ -31,6 +31,7 @@ a page from any head.
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.ranking import ascending_indices
@@ -44,9 +45,7 @@ def num_digits(most: int) -> int:
     return -(-(2 * most).bit_length() // 4)
 
 
-def count_in_pages_ref(
-    mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
-) -> torch.Tensor:
+def count_in_pages_ref(mask: Tensor, num_pages: Tensor, block_size: int) -> Tensor:
     """Count the True entries in each row's first pages.
 
     Args:
@@ -62,14 +61,14 @@ def count_in_pages_ref(
 
 
 def page_quota_ref(
-    tokens: torch.Tensor,
-    floors: torch.Tensor,
-    caps: torch.Tensor,
-    total: torch.Tensor,
+    tokens: Tensor,
+    floors: Tensor,
+    caps: Tensor,
+    total: Tensor,
     block_size: int,
     most: int = MOST_TOKENS,
     fills: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     """Share `total` pages among the n heads of each group.
 
     Example: heads ask for 100, 40 and 20 tokens, 6.25, 2.5 and 1.25 pages of 16. The
@@ -95,7 +94,7 @@ def page_quota_ref(
         lower index wins.
     """
 
-    def pages(shift: torch.Tensor) -> torch.Tensor:
+    def pages(shift: Tensor) -> Tensor:
         return ((tokens[:, None] + shift[..., None]) // block_size).clamp(
             floors[:, None], caps[:, None]
         )
@@ -134,16 +133,16 @@ class PageLists:
             None where that is so for all.
     """
 
-    first: torch.Tensor
-    pages: torch.Tensor
-    unmoved: torch.Tensor | None
+    first: Tensor
+    pages: Tensor
+    unmoved: Tensor | None
 
 
 def assign_pages_ref(
-    held: torch.Tensor,
-    num_held: torch.Tensor,
-    dest: torch.Tensor,
-    quota: torch.Tensor,
+    held: Tensor,
+    num_held: Tensor,
+    dest: Tensor,
+    quota: Tensor,
     num_blocks: int,
     num_kv_heads: int,
     groups: int,
@@ -194,12 +193,8 @@ def assign_pages_ref(
 
 
 def _cells(
-    held: torch.Tensor,
-    dest: torch.Tensor,
-    num_blocks: int,
-    num_kv_heads: int,
-    per_group: int,
-) -> torch.Tensor:
+    held: Tensor, dest: Tensor, num_blocks: int, num_kv_heads: int, per_group: int
+) -> Tensor:
     """Return [E, n, P] places of pages in their event's arena, -1 outside."""
     num_events, num_dest = dest.shape
     where = torch.full((num_blocks,), -1, device=dest.device)
@@ -214,12 +209,8 @@ def _cells(
 
 
 def _assign(
-    held: torch.Tensor,
-    num_held: torch.Tensor,
-    cells: torch.Tensor,
-    arena: torch.Tensor,
-    quota: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    held: Tensor, num_held: Tensor, cells: Tensor, arena: Tensor, quota: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Assign the pages of arenas [G, C]; all others [G, n, P] or [G, n].
 
     Returns:

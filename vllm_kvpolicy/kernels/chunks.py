@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 CHUNK_BYTES = 256 * 2**20  # bound on the intermediate results of one chunk
 # On a CPU, so that they stay in a second-level cache of usual size.
@@ -19,8 +20,8 @@ TILE = 64  # tokens; a power of two
 
 
 def map_pairs(
-    function: Callable[..., torch.Tensor], pair_bytes: int, *tensors: torch.Tensor
-) -> torch.Tensor:
+    function: Callable[..., Tensor], pair_bytes: int, *tensors: Tensor
+) -> Tensor:
     """Apply `function` to chunks of tensors [E, L, ...] that arrive as [n, ...].
 
     Args:
@@ -35,10 +36,8 @@ def map_pairs(
 
 
 def map_pairs_to_many(
-    function: Callable[..., tuple[torch.Tensor, ...]],
-    pair_bytes: int,
-    *tensors: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
+    function: Callable[..., tuple[Tensor, ...]], pair_bytes: int, *tensors: Tensor
+) -> tuple[Tensor, ...]:
     """Like `map_pairs` where `function` returns several [n, ...] tensors."""
     flat = [tensor.flatten(0, 1) for tensor in tensors]
     most = CPU_CHUNK_BYTES if flat[0].device.type == "cpu" else CHUNK_BYTES
@@ -51,7 +50,7 @@ def map_pairs_to_many(
     return tuple(part.unflatten(0, tensors[0].shape[:2]) for part in whole)
 
 
-def few_sizes(rows: torch.Tensor) -> torch.Tensor:
+def few_sizes(rows: Tensor) -> Tensor:
     """Append rows of zeros, so that there are one of a few numbers of rows.
 
     Args:

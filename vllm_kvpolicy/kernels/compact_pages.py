@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.dispatch import Operation
 
@@ -23,11 +24,11 @@ MIN_COLUMNS = 32
 
 
 def compact_pages_ref(
-    pages: torch.Tensor,
-    source_slots: torch.Tensor,
-    dest_slots: torch.Tensor,
-    first: torch.Tensor,
-    in_place: torch.Tensor | None = None,
+    pages: Tensor,
+    source_slots: Tensor,
+    dest_slots: Tensor,
+    first: Tensor,
+    in_place: Tensor | None = None,
 ) -> None:
     """Copy tokens between pages; nothing is overwritten before it is read.
 
@@ -73,8 +74,8 @@ compact_pages = Operation(compact_pages_ref)
 
 
 def list_survivors_ref(
-    survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
-) -> torch.Tensor:
+    survives: Tensor, first: Tensor, num_places: int, block_size: int
+) -> Tensor:
     """List the survivors of every head, oldest first.
 
     Args:
@@ -108,18 +109,18 @@ class Moves:
         in_place: [g, E, m] bool, see `compact_pages_ref`.
     """
 
-    source: torch.Tensor
-    dest: torch.Tensor
-    first: torch.Tensor
-    in_place: torch.Tensor | None
+    source: Tensor
+    dest: Tensor
+    first: Tensor
+    in_place: Tensor | None
 
 
 def survivor_moves_ref(
-    sources: torch.Tensor,
-    held: torch.Tensor,
-    first: torch.Tensor,
-    pages: torch.Tensor,
-    unmoved: torch.Tensor | None,
+    sources: Tensor,
+    held: Tensor,
+    first: Tensor,
+    pages: Tensor,
+    unmoved: Tensor | None,
     num_tokens: int,
     block_size: int,
     groups: int,
@@ -174,7 +175,7 @@ def survivor_moves_ref(
     return Moves(_by_group(source, groups), _by_group(dest, groups), starts, in_place)
 
 
-def _by_group(places: torch.Tensor, groups: int) -> torch.Tensor:
+def _by_group(places: Tensor, groups: int) -> Tensor:
     """Turn [E, M] into [g, E, m]."""
     return places.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
 
@@ -184,11 +185,11 @@ survivor_moves = Operation(survivor_moves_ref)
 
 
 def merge_pages(
-    pages: torch.Tensor,
-    slots: torch.Tensor,
-    others: torch.Tensor,
-    weight: torch.Tensor,
-    scale: torch.Tensor | float = 1.0,
+    pages: Tensor,
+    slots: Tensor,
+    others: Tensor,
+    weight: Tensor,
+    scale: Tensor | float = 1.0,
 ) -> None:
     """Replace each token x by weight * x + (1 - weight) * other, computed in float32.
 
@@ -204,14 +205,14 @@ def merge_pages(
     """
     places = _places(pages, slots)
     own, share = pages[places], weight[:, None]
-    scale = scale[:, None] if isinstance(scale, torch.Tensor) else scale
+    scale = scale[:, None] if isinstance(scale, Tensor) else scale
     mixed = own.float() * scale * share + others.float() * (1 - share)
     most = torch.finfo(own.dtype).max
     stored = (mixed / scale).clamp(-most, most).to(own.dtype)
     pages[places] = torch.where(share < 1, stored, own)
 
 
-def slice_width(pages: torch.Tensor, num_moves: int) -> int:
+def slice_width(pages: Tensor, num_moves: int) -> int:
     """Return how many columns of tokens a twin that has scratch moves at a time.
 
     Columns move independently of each other, so slices bound the scratch: it stays
@@ -228,8 +229,8 @@ def slice_width(pages: torch.Tensor, num_moves: int) -> int:
 
 
 def column_slices(
-    pages: torch.Tensor, num_moves: int, with_scratch: bool
-) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    pages: Tensor, num_moves: int, with_scratch: bool
+) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Cut tokens into slices of columns that a twin moves one after the other.
 
     Args:
@@ -261,31 +262,27 @@ def column_slices(
         yield columns, scratch
 
 
-def _copy_in_place(
-    pages: torch.Tensor, source_slots: torch.Tensor, dest_slots: torch.Tensor
-) -> None:
+def _copy_in_place(pages: Tensor, source_slots: Tensor, dest_slots: Tensor) -> None:
     for start in range(0, len(source_slots), CHUNK_TOKENS):
         chunk = slice(start, start + CHUNK_TOKENS)
         tokens = pages[_places(pages, source_slots[chunk])]
         pages[_places(pages, dest_slots[chunk])] = tokens
 
 
-def _places(
-    pages: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _places(pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Return the pages of slots, and the offsets on them."""
     return slots // pages.shape[1], slots % pages.shape[1]
 
 
 def read_survivors_ref(
-    survivors: torch.Tensor,
-    local: torch.Tensor,
-    which: torch.Tensor,
-    index: torch.Tensor,
-    first: torch.Tensor,
-    global_blocks: torch.Tensor,
+    survivors: Tensor,
+    local: Tensor,
+    which: Tensor,
+    index: Tensor,
+    first: Tensor,
+    global_blocks: Tensor,
     num_tokens: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Read values of the tokens that requests hold, zero where none was written.
 
     Args:
@@ -317,15 +314,15 @@ def read_survivors_ref(
 
 
 def write_survivors_ref(
-    survivors: torch.Tensor,
-    local: torch.Tensor,
-    which: torch.Tensor,
-    index: torch.Tensor,
-    values: torch.Tensor,
-    sources: torch.Tensor,
-    num_pages: torch.Tensor,
-    num_local: torch.Tensor,
-    global_blocks: torch.Tensor,
+    survivors: Tensor,
+    local: Tensor,
+    which: Tensor,
+    index: Tensor,
+    values: Tensor,
+    sources: Tensor,
+    num_pages: Tensor,
+    num_local: Tensor,
+    global_blocks: Tensor,
 ) -> None:
     """Replace the values of requests' survivors, on the superblocks they moved to.
 

@@ -14,6 +14,7 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.compact_pages import Moves, slice_width
 from vllm_kvpolicy.kernels.libraries import CPU
@@ -38,12 +39,12 @@ from vllm_kvpolicy.kernels.window_usage import (
 
 
 def window_usage(
-    queries: torch.Tensor,
+    queries: Tensor,
     keys: PagedTokens,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     scale: float,
     mass: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> WindowUsage:
     """Weights of all queries are never stored; nuclei are the reference's.
 
@@ -62,7 +63,7 @@ def window_usage(
             scale,
             None if sink_logits is None else sink_logits[layers].contiguous(),
         )
-    counts: tuple[torch.Tensor, ...] = ()
+    counts: tuple[Tensor, ...] = ()
     if mass is not None:
         counts = (nucleus_counts(queries, keys.dense, lengths, scale, mass),)
     window = effective_window(lengths, queries.shape[3])
@@ -70,12 +71,12 @@ def window_usage(
 
 
 def pooled_usage(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    window: torch.Tensor,
+    usage: Tensor,
+    lengths: Tensor,
+    window: Tensor,
     pool_kernel: int = 5,
     suffix_pad: str = "max",
-) -> torch.Tensor:
+) -> Tensor:
     """Pad with "max" or nothing; the reference does "mean" and "global"."""
     check_pooling(pool_kernel, suffix_pad)
     if suffix_pad in ("mean", "global"):
@@ -86,18 +87,15 @@ def pooled_usage(
     return pooled
 
 
-def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+def paged_norms(tokens: PagedTokens, lengths: Tensor) -> Tensor:
     norms = lengths.new_zeros(tokens.shape[:4], dtype=torch.float32)
     _by_pool(CPU.load().paged_norms, norms, tokens, lengths)
     return norms
 
 
 def paged_quadratics(
-    keys: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor,
-    matrices: torch.Tensor,
-) -> torch.Tensor:
+    keys: PagedTokens, lengths: Tensor, directions: Tensor, matrices: Tensor
+) -> Tensor:
     """Of the matrices only the half on and right of the diagonal is read."""
     check_squares(keys, directions, matrices)
     shape = (*directions.shape[:3], keys.num_tokens)
@@ -108,11 +106,7 @@ def paged_quadratics(
 
 
 def _by_pool(
-    operator: Any,
-    result: torch.Tensor,
-    tokens: PagedTokens,
-    lengths: torch.Tensor,
-    *given: torch.Tensor,
+    operator: Any, result: Tensor, tokens: PagedTokens, lengths: Tensor, *given: Tensor
 ) -> None:
     """Call an operator once for all layers that share a view of the pool."""
     for layers, pool in tokens.by_pool():
@@ -125,12 +119,12 @@ def _by_pool(
 
 
 def must_keep_tokens(
-    num_pages: torch.Tensor,
-    num_local: torch.Tensor,
-    sinks: torch.Tensor,
+    num_pages: Tensor,
+    num_local: Tensor,
+    sinks: Tensor,
     block_size: int,
     num_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     lengths = num_pages.new_empty(num_pages.shape)
     must_keep = num_pages.new_empty((*num_pages.shape, num_tokens), dtype=torch.bool)
     CPU.load().must_keep_tokens(
@@ -139,22 +133,19 @@ def must_keep_tokens(
     return lengths, must_keep
 
 
-def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+def limit_must_keep(must_keep: Tensor, budget: int) -> Tensor:
     kept = torch.empty_like(must_keep, memory_format=torch.contiguous_format)
     CPU.load().limit_must_keep(as_rows(kept), as_rows(must_keep), budget)
     return kept
 
 
 def fill_next_best(
-    keep: torch.Tensor,
-    score: torch.Tensor,
-    valid: torch.Tensor,
-    target: torch.Tensor | int,
-) -> torch.Tensor:
+    keep: Tensor, score: Tensor, valid: Tensor, target: Tensor | int
+) -> Tensor:
     marked = score.new_empty(score.shape, dtype=torch.bool)
     rows = [as_rows(tokens) for tokens in (marked, keep, score, valid)]
     targets, alike = None, target
-    if isinstance(target, torch.Tensor):
+    if isinstance(target, Tensor):
         targets = target.long().expand(score.shape[:-1]).contiguous().view(-1)
         alike = 0
     CPU.load().fill_next_best(*rows, targets, alike)
@@ -162,22 +153,19 @@ def fill_next_best(
 
 
 def top_k_mask(
-    score: torch.Tensor,
-    must_keep: torch.Tensor,
-    valid: torch.Tensor,
-    budget: torch.Tensor | int,
-) -> torch.Tensor:
+    score: Tensor, must_keep: Tensor, valid: Tensor, budget: Tensor | int
+) -> Tensor:
     return fill_next_best(must_keep & valid, score, valid, budget)
 
 
 def resize(
-    keep: torch.Tensor,
-    score: torch.Tensor,
-    must_keep: torch.Tensor,
-    num_pages: torch.Tensor,
-    quota: torch.Tensor,
+    keep: Tensor,
+    score: Tensor,
+    must_keep: Tensor,
+    num_pages: Tensor,
+    quota: Tensor,
     block_size: int,
-) -> torch.Tensor:
+) -> Tensor:
     marked = score.new_empty(score.shape, dtype=torch.bool)
     rows = [as_rows(tokens) for tokens in (marked, keep, score, must_keep)]
     counts = [each.reshape(-1).contiguous() for each in (num_pages, quota)]
@@ -186,12 +174,8 @@ def resize(
 
 
 def credited_mass(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    credit: torch.Tensor | None,
-    decay: float,
-    mix: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    usage: Tensor, lengths: Tensor, credit: Tensor | None, decay: float, mix: float
+) -> tuple[Tensor, Tensor]:
     mass = usage.new_empty(usage.shape, dtype=torch.float64)
     updated = usage.new_empty(usage.shape, dtype=torch.float32)
     rows = as_rows(usage), lengths.contiguous()
@@ -201,10 +185,10 @@ def credited_mass(
 
 
 def segment_quota(
-    mass: torch.Tensor,
-    lengths: torch.Tensor,
-    exempt: torch.Tensor,
-    total: torch.Tensor,
+    mass: Tensor,
+    lengths: Tensor,
+    exempt: Tensor,
+    total: Tensor,
     *,
     segment_mass: float,
     min_segment: int,
@@ -227,9 +211,7 @@ def segment_quota(
     return SegmentQuotas(segments, quotas, segment_of)
 
 
-def pick_by_quota(
-    score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
-) -> torch.Tensor:
+def pick_by_quota(score: Tensor, group: Tensor, quotas: Tensor) -> Tensor:
     marked = score.new_empty(score.shape, dtype=torch.bool)
     rows = [as_rows(numbers) for numbers in (marked, score, group, quotas)]
     CPU.load().pick_by_quota(*rows)
@@ -240,8 +222,8 @@ def pick_by_quota(
 
 
 def list_survivors(
-    survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
-) -> torch.Tensor:
+    survives: Tensor, first: Tensor, num_places: int, block_size: int
+) -> Tensor:
     listed = first.new_empty(len(survives), num_places)
     rows = survives.contiguous(), first.contiguous()
     CPU.load().list_survivors(listed, *rows, block_size)
@@ -249,11 +231,11 @@ def list_survivors(
 
 
 def survivor_moves(
-    sources: torch.Tensor,
-    held: torch.Tensor,
-    first: torch.Tensor,
-    pages: torch.Tensor,
-    unmoved: torch.Tensor | None,
+    sources: Tensor,
+    held: Tensor,
+    first: Tensor,
+    pages: Tensor,
+    unmoved: Tensor | None,
     num_tokens: int,
     block_size: int,
     groups: int,
@@ -274,11 +256,11 @@ def survivor_moves(
 
 
 def compact_pages(
-    pages: torch.Tensor,
-    source_slots: torch.Tensor,
-    dest_slots: torch.Tensor,
-    first: torch.Tensor,
-    in_place: torch.Tensor | None = None,
+    pages: Tensor,
+    source_slots: Tensor,
+    dest_slots: Tensor,
+    first: Tensor,
+    in_place: Tensor | None = None,
 ) -> None:
     """Pages have numbers of 1, 2, 4 or 8 bytes; the lists of moves are contiguous."""
     move = CPU.load().compact_pages
@@ -292,14 +274,14 @@ def compact_pages(
 
 
 def read_survivors(
-    survivors: torch.Tensor,
-    local: torch.Tensor,
-    which: torch.Tensor,
-    index: torch.Tensor,
-    first: torch.Tensor,
-    global_blocks: torch.Tensor,
+    survivors: Tensor,
+    local: Tensor,
+    which: Tensor,
+    index: Tensor,
+    first: Tensor,
+    global_blocks: Tensor,
     num_tokens: int,
-) -> torch.Tensor:
+) -> Tensor:
     found = survivors.new_empty(len(which), len(index), local.shape[2], num_tokens)
     rows = which, index, first.long().contiguous(), global_blocks
     CPU.load().read_survivors(found, survivors, local, *rows)
@@ -307,15 +289,15 @@ def read_survivors(
 
 
 def write_survivors(
-    survivors: torch.Tensor,
-    local: torch.Tensor,
-    which: torch.Tensor,
-    index: torch.Tensor,
-    values: torch.Tensor,
-    sources: torch.Tensor,
-    num_pages: torch.Tensor,
-    num_local: torch.Tensor,
-    global_blocks: torch.Tensor,
+    survivors: Tensor,
+    local: Tensor,
+    which: Tensor,
+    index: Tensor,
+    values: Tensor,
+    sources: Tensor,
+    num_pages: Tensor,
+    num_local: Tensor,
+    global_blocks: Tensor,
 ) -> None:
     rows = (each.contiguous() for each in (values, sources, num_pages))
     CPU.load().write_survivors(
@@ -323,7 +305,7 @@ def write_survivors(
     )
 
 
-def as_rows(numbers: torch.Tensor) -> torch.Tensor:
+def as_rows(numbers: Tensor) -> Tensor:
     """Return numbers as a matrix, a view where each row's lie side by side.
 
     Args:

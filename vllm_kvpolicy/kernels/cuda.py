@@ -6,18 +6,18 @@ kernels were not built, a RuntimeError that a tensor has another dtype, size or 
 Source: this project. Deviations: none.
 """
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.compact_pages import column_slices
 from vllm_kvpolicy.kernels.libraries import CUDA
 
 
 def compact_pages(
-    pages: torch.Tensor,
-    source_slots: torch.Tensor,
-    dest_slots: torch.Tensor,
-    first: torch.Tensor,
-    in_place: torch.Tensor | None = None,
+    pages: Tensor,
+    source_slots: Tensor,
+    dest_slots: Tensor,
+    first: Tensor,
+    in_place: Tensor | None = None,
 ) -> None:
     """A thread block per head and slice of columns that `column_slices` cuts."""
     move = CUDA.load().compact_pages
@@ -28,14 +28,14 @@ def compact_pages(
 
 
 def page_tables(
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    global_blocks: torch.Tensor,
-    num_global: torch.Tensor,
-    frontier_blocks: torch.Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    global_blocks: Tensor,
+    num_global: Tensor,
+    frontier_blocks: Tensor,
     block_size: int,
 ) -> None:
     """Launches one thread per entry of a table."""

@@ -13,11 +13,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from vllm_kvpolicy.kernels.preferences import (
-    IMPLEMENTATIONS,
-    TABLE,
-    implementation_of,
-)
+from vllm_kvpolicy.kernels.preferences import IMPLEMENTATIONS, TABLE, implementation_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

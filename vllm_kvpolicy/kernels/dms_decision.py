@@ -7,6 +7,7 @@ NVIDIA/Model-Optimizer/tree/a2fbac7b/experimental/dms. Deviations: logits are fl
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import few_sizes
 
@@ -22,8 +23,8 @@ class DecisionWeights:
         projection: [H, d], from there to one number per KV head.
     """
 
-    norm: torch.Tensor
-    projection: torch.Tensor
+    norm: Tensor
+    projection: Tensor
 
     def layer(self, index: int) -> "DecisionWeights":
         """Return views of one layer's adapter."""
@@ -31,12 +32,12 @@ class DecisionWeights:
 
 
 def decision_logits(
-    hidden: torch.Tensor,
+    hidden: Tensor,
     weights: DecisionWeights,
     epsilon: float,
     scale: float,
     offset: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Evaluate an adapter; above 0 the token that is decided on is dropped.
 
     Args:

@@ -6,14 +6,13 @@ Deviations: a tile of similarities at a time (theirs stores all of them).
 """
 
 import torch
+from torch import Tensor
 
 # Bound on the similarities in flight.
 TILE_BYTES = 64 * 2**20
 
 
-def last_similar(
-    unit: torch.Tensor, threshold: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def last_similar(unit: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Find the last key whose cosine with key i is above the threshold, i left out.
 
     Args:

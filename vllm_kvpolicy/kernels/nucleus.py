@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.ranking import ranked_positions
@@ -24,7 +25,7 @@ from vllm_kvpolicy.kernels.softmax import effective_window, weights_of, window_l
 WEIGHT_UNIT = 2**32  # fixed-point weight of a row's largest logit
 
 
-def nucleus_mask(logits: torch.Tensor, mass: float) -> torch.Tensor:
+def nucleus_mask(logits: Tensor, mass: float) -> Tensor:
     """Mark the fewest largest logits that hold `mass` of their row's softmax.
 
     Args:
@@ -40,7 +41,7 @@ def nucleus_mask(logits: torch.Tensor, mass: float) -> torch.Tensor:
     return torch.zeros_like(inside).scatter_(-1, order, inside)
 
 
-def row_nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
+def row_nucleus_counts(logits: Tensor, mass: float) -> Tensor:
     """Count the fewest largest logits that hold `mass` of their row's softmax.
 
     Args:
@@ -64,12 +65,8 @@ def row_nucleus_counts(logits: torch.Tensor, mass: float) -> torch.Tensor:
 
 
 def nucleus_counts(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    mass: float,
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, lengths: Tensor, scale: float, mass: float
+) -> Tensor:
     """Count the keys in the nucleus of each row of the window.
 
     Args:
@@ -87,12 +84,8 @@ def nucleus_counts(
 
 
 def nucleus_votes(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    mass: float,
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, lengths: Tensor, scale: float, mass: float
+) -> Tensor:
     """Count the rows of the window whose nucleus holds a key.
 
     Args: as for `nucleus_counts`.
@@ -101,19 +94,15 @@ def nucleus_votes(
         [E, L, H, T] int64, at most W; 0 on padding.
     """
 
-    def votes(logits: torch.Tensor) -> torch.Tensor:
+    def votes(logits: Tensor) -> Tensor:
         return nucleus_mask(logits, mass).sum(-2)
 
     return _map_logits(votes, scale, queries, keys, lengths)
 
 
 def retained_mass(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    keep: torch.Tensor,
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, lengths: Tensor, scale: float, keep: Tensor
+) -> Tensor:
     """Measure the share of each row's attention that survivors hold.
 
     Its logarithm is what a row's LSE changes by when the other tokens go.
@@ -126,7 +115,7 @@ def retained_mass(
         [E, L, H, W] float32, 0 to 1; 1 for rows outside a short request's window.
     """
 
-    def retained(logits: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def retained(logits: Tensor, keep: Tensor) -> Tensor:
         weight = _weights(logits)
         whole = weight.sum(-1)
         kept = weight.masked_fill(~keep[:, :, None], 0).sum(-1)
@@ -136,7 +125,7 @@ def retained_mass(
     return _map_logits(retained, scale, queries, keys, lengths, keep)
 
 
-def window_mean(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def window_mean(rows: Tensor, lengths: Tensor) -> Tensor:
     """Average over the rows of the window that count.
 
     Of `nucleus_counts` that is a head's mean nucleus, of minus the logarithm of
@@ -153,52 +142,49 @@ def window_mean(rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     return (rows.sum(-1, dtype=torch.float64) / used).float()
 
 
-def _rising(logits: torch.Tensor) -> torch.Tensor:
+def _rising(logits: Tensor) -> Tensor:
     """Sort [..., T] floating point, the largest last.
 
     On the CPU by NumPy, whose sort of short rows is vectorised and 20 times as fast.
     """
-    if logits.device.type != "cpu" or type(logits) is not torch.Tensor:
+    if logits.device.type != "cpu" or type(logits) is not Tensor:
         return logits.sort(dim=-1).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1))
 
 
-def _inside(weight: torch.Tensor, mass: float) -> torch.Tensor:
+def _inside(weight: Tensor, mass: float) -> Tensor:
     """Mark the first of [..., T] falling weights that hold `mass` of their sum."""
     running = weight.cumsum(-1)
     return running - weight < running[..., -1:].double() * mass
 
 
-def _weights(logits: torch.Tensor) -> torch.Tensor:
+def _weights(logits: Tensor) -> Tensor:
     """Return exp(logit - highest) of [..., T] in fixed point, int64, 0 if left out."""
     return _units(logits).masked_fill_(logits == -torch.inf, 0)
 
 
-def _units(logits: torch.Tensor) -> torch.Tensor:
+def _units(logits: Tensor) -> Tensor:
     """Return exp(logit - highest) of [..., T] in fixed point, int64, at least 1."""
     weight = weights_of(logits, WEIGHT_UNIT**-1.25).mul_(WEIGHT_UNIT)
     return weight.round_().clamp_(min=1).long()
 
 
 def _map_logits(
-    function: Callable[..., torch.Tensor],
+    function: Callable[..., Tensor],
     scale: float,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    lengths: torch.Tensor,
-    *others: torch.Tensor,
-) -> torch.Tensor:
+    queries: Tensor,
+    keys: Tensor,
+    lengths: Tensor,
+    *others: Tensor,
+) -> Tensor:
     """Apply `function` to the logits [n, H, W, T] of a few (event, layer) pairs.
 
-    Args:
-        function: also takes the pairs' `others`, [n, ...] each.
-        scale, queries, keys, lengths: as for `nucleus_counts`.
-        others: [E, L, ...] each.
+    It also takes the pairs' `others`, which are [E, L, ...] here and [n, ...] there.
     """
     num_heads, num_tokens = keys.shape[2:4]
     num_q_heads, window = queries.shape[2:4]
 
-    def of_chunk(*pairs: torch.Tensor) -> torch.Tensor:
+    def of_chunk(*pairs: Tensor) -> Tensor:
         queries, keys, lengths, *others = pairs
         logits = window_logits(queries, keys, lengths, scale)
         return function(logits.amax(2), *others)

@@ -4,17 +4,17 @@ Source: Quest (arXiv 2406.10774) section 3. Deviations: none.
 """
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.ranking import ranks_of
 
 LOWEST = torch.finfo(torch.float32).min
 SORTED_BYTES = 33  # of what exists at a time for each page that is sorted
 
 
-def page_bounds_ref(
-    bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor
-) -> None:
+def page_bounds_ref(bounds: Tensor, keys: Tensor, pages: Tensor) -> None:
     """Find the smallest and largest number of each channel on some pages.
 
     Args:
@@ -31,11 +31,8 @@ def page_bounds_ref(
 
 
 def page_scores_ref(
-    queries: torch.Tensor,
-    pages: torch.Tensor,
-    counts: torch.Tensor,
-    bounds: torch.Tensor,
-) -> torch.Tensor:
+    queries: Tensor, pages: Tensor, counts: Tensor, bounds: Tensor
+) -> Tensor:
     """Bound the product of any key on a page with any of a row's queries.
 
     Args:
@@ -60,11 +57,8 @@ def page_scores_ref(
 
 
 def best_pages_ref(
-    tables: torch.Tensor,
-    scores: torch.Tensor,
-    num_global: torch.Tensor,
-    num_read: torch.Tensor,
-) -> torch.Tensor:
+    tables: Tensor, scores: Tensor, num_global: Tensor, num_read: Tensor
+) -> Tensor:
     """Leave out the global pages with the lowest scores; the others keep their order.
 
     Example: pages [10, 11, 12, 13, 14], of which the first 4 are global with scores
@@ -88,8 +82,7 @@ def best_pages_ref(
         parts = zip(*(each.split(step) for each in rows), strict=True)
         return torch.cat([best_pages_ref(*part) for part in parts])
     column = torch.arange(num_columns, device=tables.device).expand(tables.shape)
-    best = scores.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(best).scatter_(-1, best, column)
+    rank = ranks_of(scores.argsort(dim=-1, descending=True, stable=True))
     is_read = (rank < num_read[:, None]) | (column >= num_global[:, None])
     place = torch.where(is_read, is_read.cumsum(-1) - 1, num_columns)
     read = tables.new_zeros(len(tables), num_columns + 1).scatter_(-1, place, tables)
@@ -101,9 +94,7 @@ page_scores = Operation(page_scores_ref)
 best_pages = Operation(best_pages_ref)
 
 
-def _scores(
-    queries: torch.Tensor, pages: torch.Tensor, bounds: torch.Tensor
-) -> torch.Tensor:
+def _scores(queries: Tensor, pages: Tensor, bounds: Tensor) -> Tensor:
     """Return [r, C] float32 of queries [r, G, D] and pages [r, C]."""
     low, high = bounds[:, pages.long()].float()[:, :, None]
     query = queries.float()[:, :, None]

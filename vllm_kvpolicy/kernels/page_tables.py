@@ -28,19 +28,20 @@ Source: this project. Deviations: none.
 """
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.dispatch import Operation
 
 
 def page_tables_ref(
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    global_blocks: torch.Tensor,
-    num_global: torch.Tensor,
-    frontier_blocks: torch.Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    global_blocks: Tensor,
+    num_global: Tensor,
+    frontier_blocks: Tensor,
     block_size: int,
 ) -> None:
     """Put each row's global superblocks in front of its local ones.
@@ -89,12 +90,12 @@ def page_tables_ref(
 
 
 def enter_requests_ref(
-    index: torch.Tensor,
-    dest: torch.Tensor,
-    frontier: torch.Tensor,
-    global_blocks: torch.Tensor,
-    num_global: torch.Tensor,
-    frontier_blocks: torch.Tensor,
+    index: Tensor,
+    dest: Tensor,
+    frontier: Tensor,
+    global_blocks: Tensor,
+    num_global: Tensor,
+    frontier_blocks: Tensor,
 ) -> None:
     """Enter where the survivors of some requests are now.
 
@@ -117,15 +118,15 @@ enter_requests = Operation(enter_requests_ref)
 
 
 def head_page_tables_ref(
-    tables: torch.Tensor,
-    offsets: torch.Tensor,
-    which: torch.Tensor,
-    slots: torch.Tensor,
-    blocks: torch.Tensor,
-    skip: torch.Tensor,
-    pages: torch.Tensor,
-    first: torch.Tensor,
-    own_page: torch.Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    which: Tensor,
+    slots: Tensor,
+    blocks: Tensor,
+    skip: Tensor,
+    pages: Tensor,
+    first: Tensor,
+    own_page: Tensor,
     stride: int,
 ) -> None:
     """Put each head's global pages in front of its own pages of local superblocks.
@@ -161,12 +162,12 @@ def head_page_tables_ref(
 
 
 def enter_page_lists_ref(
-    table_pages: torch.Tensor,
-    table_first: torch.Tensor,
-    index: torch.Tensor,
-    first: torch.Tensor,
-    pages: torch.Tensor,
-) -> torch.Tensor:
+    table_pages: Tensor,
+    table_first: Tensor,
+    index: Tensor,
+    first: Tensor,
+    pages: Tensor,
+) -> Tensor:
     """Replace the page lists of some requests, and count their pages.
 
     Args:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -25,12 +26,12 @@ class PagedTokens:
             length is unspecified.
     """
 
-    pools: Sequence[torch.Tensor]
-    pages: torch.Tensor
+    pools: Sequence[Tensor]
+    pages: Tensor
     num_tokens: int
 
     @classmethod
-    def from_dense(cls, tokens: torch.Tensor) -> "PagedTokens":
+    def from_dense(cls, tokens: Tensor) -> "PagedTokens":
         """Return a plain tensor [E, L, H, T, D] as rows of one page each."""
         num_rows = tokens.shape[:3].numel()
         pages = torch.arange(num_rows, device=tokens.device).view(*tokens.shape[:3], 1)
@@ -48,14 +49,14 @@ class PagedTokens:
         """[E, L, H, T, D] of the copy."""
         return (*self.pages.shape[:3], self.num_tokens, self.pools[0].shape[-1])
 
-    def by_pool(self) -> Iterator[tuple[slice, torch.Tensor]]:
+    def by_pool(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield layers and their pool: all at once where they share one view of it."""
         views = {(pool.data_ptr(), pool.stride()) for pool in self.pools}
         step = len(self.pools) if len(views) == 1 else 1
         for first in range(0, len(self.pools), step):
             yield slice(first, first + step), self.pools[first]
 
-    def at(self, token: torch.Tensor) -> torch.Tensor:
+    def at(self, token: Tensor) -> Tensor:
         """Return [E, L, H, F, D] copies of tokens [E, L, H, F] int64 of each row."""
         page_size = self.pools[0].shape[1]
         pages = self.pages.gather(-1, token.div(page_size, rounding_mode="floor"))
@@ -67,7 +68,7 @@ class PagedTokens:
         return torch.stack(layers, dim=1)
 
     @cached_property
-    def dense(self) -> torch.Tensor:
+    def dense(self) -> Tensor:
         """[E, L, H, T, D] model dtype, copied once."""
         layers = [
             pool[self.pages[:, layer]].flatten(2, 3)[:, :, : self.num_tokens]

@@ -5,13 +5,14 @@ Source: this project. Deviations: none.
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
 
 
-def paged_norms_ref(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+def paged_norms_ref(tokens: PagedTokens, lengths: Tensor) -> Tensor:
     """Measure how long each key or value is.
 
     Args:
@@ -26,7 +27,7 @@ def paged_norms_ref(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
     return norms.masked_fill(~_is_held(tokens, lengths), 0.0)
 
 
-def paged_cosines_ref(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+def paged_cosines_ref(keys: PagedTokens, lengths: Tensor) -> Tensor:
     """Compare each key k_i with the mean direction of its row, sum_j k_j / |k_j|.
 
     Args:
@@ -43,8 +44,8 @@ def paged_cosines_ref(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def paged_projections_ref(
-    keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
-) -> torch.Tensor:
+    keys: PagedTokens, lengths: Tensor, directions: Tensor
+) -> Tensor:
     """Project the keys of each row on one direction.
 
     Args:
@@ -59,7 +60,7 @@ def paged_projections_ref(
     """
     check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
 
-    def project(keys: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    def project(keys: Tensor, directions: Tensor) -> Tensor:
         return (keys.float() @ directions[..., None]).squeeze(-1)
 
     pair_bytes = 4 * keys.dense[0, 0].numel()  # a float32 copy
@@ -68,11 +69,8 @@ def paged_projections_ref(
 
 
 def paged_pair_projections_ref(
-    keys: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor,
-    by_length: torch.Tensor,
-) -> torch.Tensor:
+    keys: PagedTokens, lengths: Tensor, directions: Tensor, by_length: Tensor
+) -> Tensor:
     """Project keys for each query head, and weigh the lengths of their channel pairs.
 
     Channels f and f + D/2 are a pair, as RoPE turns them. Query head h of Hq = H * G
@@ -97,11 +95,8 @@ def paged_pair_projections_ref(
 
 
 def paged_quadratics_ref(
-    keys: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor,
-    matrices: torch.Tensor,
-) -> torch.Tensor:
+    keys: PagedTokens, lengths: Tensor, directions: Tensor, matrices: Tensor
+) -> Tensor:
     """Give each key k the value directions . k + k . matrices k of each query head.
 
     Query head h of Hq = H * G has values of the keys of KV head h // G.
@@ -131,15 +126,13 @@ paged_pair_projections = Operation(paged_pair_projections_ref)
 paged_quadratics = Operation(paged_quadratics_ref)
 
 
-def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     """Raise ValueError if a tensor has another shape."""
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}")
 
 
-def check_pairs(
-    keys: PagedTokens, directions: torch.Tensor, by_length: torch.Tensor
-) -> int:
+def check_pairs(keys: PagedTokens, directions: Tensor, by_length: Tensor) -> int:
     """Return G of `paged_pair_projections`, or raise ValueError as it does."""
     size = keys.shape[-1]
     if size % 2:
@@ -147,20 +140,14 @@ def check_pairs(
     return _check_heads(keys, directions, "by_length", by_length, size // 2)
 
 
-def check_squares(
-    keys: PagedTokens, directions: torch.Tensor, matrices: torch.Tensor
-) -> int:
+def check_squares(keys: PagedTokens, directions: Tensor, matrices: Tensor) -> int:
     """Return G of `paged_quadratics`, or raise ValueError as it does."""
     size = keys.shape[-1]
     return _check_heads(keys, directions, "matrices", matrices, size, size)
 
 
 def _check_heads(
-    keys: PagedTokens,
-    directions: torch.Tensor,
-    name: str,
-    others: torch.Tensor,
-    *sizes: int,
+    keys: PagedTokens, directions: Tensor, name: str, others: Tensor, *sizes: int
 ) -> int:
     """Return G where `others` are [E, L, H * G, *sizes]."""
     num_events, num_layers, num_heads, _, size = keys.shape
@@ -171,12 +158,12 @@ def _check_heads(
     return group
 
 
-def _is_held(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+def _is_held(tokens: PagedTokens, lengths: Tensor) -> Tensor:
     """[E, L, H, T] bool, False on padding."""
     return torch.arange(tokens.num_tokens, device=tokens.device) < lengths[..., None]
 
 
-def _cosines(keys: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
+def _cosines(keys: Tensor, is_held: Tensor) -> Tensor:
     """Return [n, H, T], the cosine of keys [n, H, T, D] with the sum of those held."""
     unit = F.normalize(keys.float(), dim=-1)
     held = torch.where(is_held[..., None], unit, 0.0)
@@ -184,9 +171,7 @@ def _cosines(keys: torch.Tensor, is_held: torch.Tensor) -> torch.Tensor:
     return (unit * mean.float()).sum(-1)
 
 
-def _pair_projections(
-    keys: torch.Tensor, directions: torch.Tensor, by_length: torch.Tensor
-) -> torch.Tensor:
+def _pair_projections(keys: Tensor, directions: Tensor, by_length: Tensor) -> Tensor:
     """Return [n, Hq, T] float32 of keys [n, H, T, D]."""
     num_heads, keys = keys.shape[1], keys.float()
     length = torch.hypot(*keys.chunk(2, dim=-1))
@@ -195,9 +180,7 @@ def _pair_projections(
     return score.flatten(1, 2)
 
 
-def _quadratics(
-    keys: torch.Tensor, directions: torch.Tensor, matrices: torch.Tensor
-) -> torch.Tensor:
+def _quadratics(keys: Tensor, directions: Tensor, matrices: Tensor) -> Tensor:
     """Return [n, Hq, T] float32 of keys [n, H, T, D]."""
     num_heads, keys = keys.shape[1], keys.float()[:, :, None]
     per_head = directions.unflatten(1, (num_heads, -1))[..., None, :]

@@ -1,10 +1,10 @@
 """Which implementation each operation runs: one table, and what a user may demand.
 
 On a CPU an operation runs its twin in C++ where it has one and the package was built
-with them, else its PyTorch reference. On a GPU it runs what the table prefers. The
-environment variable KVPOLICY_KERNELS demands one implementation; an operation without
-a CUDA twin runs Triton where CUDA C++ is demanded, and one without a twin for the CPU
-its reference. A demand that this machine cannot meet is refused at start-up.
+with them, else its PyTorch reference. On a GPU it runs Triton. The environment
+variable KVPOLICY_KERNELS demands one implementation; an operation without a CUDA twin
+runs Triton where CUDA C++ is demanded, and one without a twin for the CPU its
+reference. A demand that this machine cannot meet is refused at start-up.
 """
 
 from collections.abc import Mapping
@@ -26,25 +26,21 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Preference:
-    """What one operation has in addition to its reference, and what a GPU runs.
+    """What one operation has in addition to its reference and its twin in Triton.
 
     Args:
-        in_cuda: there is a twin in CUDA C++; every operation has one in Triton.
+        in_cuda: there is a twin in CUDA C++.
         in_cpu: there is a twin in C++ for the CPU.
-        on_gpu: the implementation for tensors on an NVIDIA GPU, unless the user demands
-            another.
     """
 
     in_cuda: bool = False
     in_cpu: bool = False
-    on_gpu: str = "triton"
 
     def has(self, which: str) -> bool:
         """Return whether there is such an implementation, one of `IMPLEMENTATIONS`."""
         return {"cuda": self.in_cuda, "cpu": self.in_cpu}.get(which, True)
 
 
-# A CUDA twin becomes the preference once committed timings of both on one GPU say so.
 TABLE: Mapping[str, Preference] = {
     "assign_pages": Preference(),
     "best_pages": Preference(),
@@ -110,26 +106,23 @@ def why_not_in_cpp() -> str | None:
 
 
 def implementation_of(preference: Preference, device_type: str) -> str:
-    """Return the implementation that an operation runs on a type of device.
+    """Return the implementation that an operation runs on a `torch.device.type`.
 
-    Args:
-        device_type: `torch.device.type`. What is neither "cpu" nor "cuda" runs the
-            reference.
+    What is neither "cpu" nor "cuda" runs the reference.
     """
     if device_type == "cpu":
         is_wanted = preference.in_cpu and demanded() in (None, "cpu")
         return "cpu" if is_wanted and why_not_in_cpp() is None else "reference"
     if device_type != "cuda":
         return "reference"
-    wanted = demanded() or preference.on_gpu
+    wanted = demanded() or "triton"
     return wanted if preference.has(wanted) else "triton"
 
 
 def unmet_demands(platform: str) -> list[str]:
-    """Return why KVPOLICY_KERNELS cannot be followed here, at most one sentence.
+    """Return why KVPOLICY_KERNELS cannot be followed on vLLM's platform of this name.
 
-    Args:
-        platform: vLLM's name of the platform, such as "cpu" or "cuda".
+    At most one sentence.
     """
     try:
         wanted = demanded()
@@ -164,9 +157,6 @@ def summary(device_type: str) -> str:
 
     Example: "CUDA C++ for compact_pages, page_tables; Triton for window_usage".
     On a CPU without the twins in C++ it also says why.
-
-    Args:
-        device_type: as for `implementation_of`.
     """
     names: dict[str, list[str]] = {}
     for name, preference in TABLE.items():

@@ -6,11 +6,12 @@ result for a row does not depend on other rows or on padding.
 """
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.dispatch import Operation
 
 
-def ranked_positions(score: torch.Tensor) -> torch.Tensor:
+def ranked_positions(score: Tensor) -> Tensor:
     """List each row's positions from best to worst.
 
     Args:
@@ -25,7 +26,7 @@ def ranked_positions(score: torch.Tensor) -> torch.Tensor:
     return score.shape[-1] - 1 - order
 
 
-def ranks_within(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+def ranks_within(score: Tensor, group: Tensor) -> Tensor:
     """Rank each token among the tokens of its own group.
 
     Args:
@@ -35,17 +36,15 @@ def ranks_within(score: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     Returns:
         [R, T] int64, 0 for the best token of a group.
     """
-    order = ranked_positions(score)
-    grouped = group.gather(-1, order).sort(dim=-1, stable=True)
-    order = order.gather(-1, grouped.indices)
+    order, grouped = _order_by(group, score)
     slot = torch.arange(score.shape[-1], device=score.device).expand_as(order)
-    is_first = grouped.values != grouped.values.roll(1, -1)
+    is_first = grouped != grouped.roll(1, -1)
     is_first[..., :1] = True
     first_slot = (slot * is_first).cummax(-1).values
     return torch.empty_like(order).scatter_(-1, order, slot - first_slot)
 
 
-def rank_by(first: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+def rank_by(first: Tensor, score: Tensor) -> Tensor:
     """Rank tokens by `first`, and by score where that is equal.
 
     Args:
@@ -55,14 +54,23 @@ def rank_by(first: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
     Returns:
         [..., T] int64, 0 for the best token of a row.
     """
+    return ranks_of(_order_by(first, score)[0])
+
+
+def _order_by(first: Tensor, score: Tensor) -> tuple[Tensor, Tensor]:
+    """Return positions by falling `first`, then from best to worst; and its values."""
     order = ranked_positions(score)
     by_first = first.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    order = order.gather(-1, by_first.indices)
-    rank = torch.arange(score.shape[-1], device=score.device).expand_as(order)
+    return order.gather(-1, by_first.indices), by_first.values
+
+
+def ranks_of(order: Tensor) -> Tensor:
+    """Invert permutations [..., T] int64: where each position is in the order."""
+    rank = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter_(-1, order, rank)
 
 
-def leading_run(must_keep: torch.Tensor) -> torch.Tensor:
+def leading_run(must_keep: Tensor) -> Tensor:
     """Mark the sinks, or the protected prompt: the True entries before any False one.
 
     Args:
@@ -74,7 +82,7 @@ def leading_run(must_keep: torch.Tensor) -> torch.Tensor:
     return must_keep.long().cumprod(-1).bool()
 
 
-def limit_must_keep_ref(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+def limit_must_keep_ref(must_keep: Tensor, budget: int) -> Tensor:
     """Shrink a must-keep set that exceeds the budget: recent tokens go before sinks.
 
     Args:
@@ -94,12 +102,12 @@ def limit_must_keep_ref(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
 
 
 def must_keep_tokens_ref(
-    num_pages: torch.Tensor,
-    num_local: torch.Tensor,
-    sinks: torch.Tensor,
+    num_pages: Tensor,
+    num_local: Tensor,
+    sinks: Tensor,
     block_size: int,
     num_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Mark the tokens that an event keeps in any case: sinks and local ones.
 
     Args:
@@ -120,11 +128,8 @@ def must_keep_tokens_ref(
 
 
 def fill_next_best_ref(
-    keep: torch.Tensor,
-    score: torch.Tensor,
-    valid: torch.Tensor,
-    target: torch.Tensor | int,
-) -> torch.Tensor:
+    keep: Tensor, score: Tensor, valid: Tensor, target: Tensor | int
+) -> Tensor:
     """Add the best tokens that are not kept yet until a row keeps `target`.
 
     Args:
@@ -141,18 +146,10 @@ def fill_next_best_ref(
 
 
 def fill_in_order(
-    keep: torch.Tensor,
-    order: torch.Tensor,
-    valid: torch.Tensor,
-    target: torch.Tensor | int,
-) -> torch.Tensor:
-    """Do as `fill_next_best_ref` for tokens that are ranked already.
-
-    Args:
-        keep, valid, target: as there.
-        order: [R, T] int64, positions from best to worst.
-    """
-    if isinstance(target, torch.Tensor):
+    keep: Tensor, order: Tensor, valid: Tensor, target: Tensor | int
+) -> Tensor:
+    """Do as `fill_next_best_ref`; `order` [R, T] int64 is from best to worst."""
+    if isinstance(target, Tensor):
         target = target.unsqueeze(-1)
     is_candidate = (valid & ~keep).gather(-1, order)
     missing = target - keep.sum(-1, keepdim=True)
@@ -161,17 +158,13 @@ def fill_in_order(
 
 
 def top_k_mask_ref(
-    score: torch.Tensor,
-    must_keep: torch.Tensor,
-    valid: torch.Tensor,
-    budget: torch.Tensor | int,
-) -> torch.Tensor:
+    score: Tensor, must_keep: Tensor, valid: Tensor, budget: Tensor | int
+) -> Tensor:
     """Keep the must-keep tokens and the best of the others, `budget` in all.
 
     Args:
-        score: [R, T] floating point; NaN allowed.
+        score, valid: as for `fill_next_best_ref`.
         must_keep: [R, T] bool, at most `budget` True per row (see `limit_must_keep`).
-        valid: [R, T] bool, False on padding.
         budget: tokens per row, an int or [R] int64, at most the row's valid tokens.
 
     Returns:
@@ -181,13 +174,13 @@ def top_k_mask_ref(
 
 
 def resize_ref(
-    keep: torch.Tensor,
-    score: torch.Tensor,
-    must_keep: torch.Tensor,
-    num_pages: torch.Tensor,
-    quota: torch.Tensor,
+    keep: Tensor,
+    score: Tensor,
+    must_keep: Tensor,
+    num_pages: Tensor,
+    quota: Tensor,
     block_size: int,
-) -> torch.Tensor:
+) -> Tensor:
     """Fill up or trim a selection of a row's first pages to whole pages.
 
     Must-keep tokens come first, then kept ones, then others.
@@ -210,7 +203,7 @@ def resize_ref(
     return valid & (rank < (quota * block_size)[..., None])
 
 
-def ascending_indices(mask: torch.Tensor, count: int) -> torch.Tensor:
+def ascending_indices(mask: Tensor, count: int) -> Tensor:
     """List the positions of a mask's True entries, oldest first.
 
     Args:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Rope:
             None for the half layout, where they are in order.
     """
 
-    inv_freq: torch.Tensor
-    scaling: float | torch.Tensor = 1.0
-    of_layer: torch.Tensor | None = None
-    order: torch.Tensor | None = None
+    inv_freq: Tensor
+    scaling: float | Tensor = 1.0
+    of_layer: Tensor | None = None
+    order: Tensor | None = None
 
     @classmethod
     def from_theta(cls, theta: float, head_dim: int) -> "Rope":
@@ -36,13 +37,13 @@ class Rope:
         return cls(theta ** (-half / (head_dim // 2)))
 
     @cached_property
-    def partners(self) -> torch.Tensor | None:
+    def partners(self) -> Tensor | None:
         """[K, D] int64, the other channel of each pair; None for the half layout."""
         if self.order is None:
             return None
         return self.by_channel(*self.order.chunk(2, dim=-1)[::-1])
 
-    def by_channel(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    def by_channel(self, first: Tensor, second: Tensor) -> Tensor:
         """Return [K, ..., D] of what belongs to the channels of pairs.
 
         Args:
@@ -56,7 +57,7 @@ class Rope:
         places = self.order.argsort(-1).view(len(halves), *between, -1)
         return halves.gather(-1, places.expand(halves.shape))
 
-    def by_layer(self, of_kinds: torch.Tensor) -> torch.Tensor:
+    def by_layer(self, of_kinds: Tensor) -> Tensor:
         """Return [..., L, D/2], L = 1 where all layers are alike.
 
         Args:
@@ -66,14 +67,14 @@ class Rope:
             return of_kinds[..., None, :]
         return of_kinds[..., self.of_layer, :]
 
-    def angles(self, positions: torch.Tensor) -> torch.Tensor:
+    def angles(self, positions: Tensor) -> Tensor:
         """Return float64 radians of integer positions [...].
 
         They are [..., D/2], of kinds [..., K, D/2].
         """
         return positions[(..., *(None,) * self.inv_freq.dim())].double() * self.inv_freq
 
-    def unrotate(self, rotated: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def unrotate(self, rotated: Tensor, positions: Tensor) -> Tensor:
         """Undo a rotation that is alike in all layers, the scaling included.
 
         Args:

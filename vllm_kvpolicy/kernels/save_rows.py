@@ -3,14 +3,12 @@
 Source: this project. Deviations: none.
 """
 
-import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.dispatch import Operation
 
 
-def save_rows_ref(
-    saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor
-) -> None:
+def save_rows_ref(saved: Tensor, values: Tensor, targets: Tensor) -> None:
     """Copy part g of row t of `values` to row `targets[t, g]` of `saved`.
 
     A row has G parts, because a query is as long as the keys of G tokens and may begin

@@ -13,9 +13,10 @@ Axes: R rows, T tokens (right-padded), S segments (a bound known from the sizes 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.dispatch import Operation
-from vllm_kvpolicy.kernels.ranking import ranks_within
+from vllm_kvpolicy.kernels.ranking import ranks_of, ranks_within
 
 MASS_UNIT = 2**28  # fixed-point mass of a whole row
 MASS_EPS = 1e-12  # keeps a row without any attention a distribution
@@ -32,9 +33,9 @@ class SegmentQuotas:
         segment_of: [R, T] int64, index of each token's segment; S on padding.
     """
 
-    segments: torch.Tensor
-    quotas: torch.Tensor
-    segment_of: torch.Tensor
+    segments: Tensor
+    quotas: Tensor
+    segment_of: Tensor
 
 
 def num_thresholds(segment_mass: float) -> int:
@@ -53,10 +54,10 @@ def max_segments(
 
 
 def segment_quota_ref(
-    mass: torch.Tensor,
-    lengths: torch.Tensor,
-    exempt: torch.Tensor,
-    total: torch.Tensor,
+    mass: Tensor,
+    lengths: Tensor,
+    exempt: Tensor,
+    total: Tensor,
     *,
     segment_mass: float,
     min_segment: int,
@@ -114,15 +115,13 @@ def segment_quota_ref(
     return SegmentQuotas(segments, quotas, _segment_of(starts, lengths, mass.shape[-1]))
 
 
-def check_exact(mass: torch.Tensor) -> None:
+def check_exact(mass: Tensor) -> None:
     """Raise ValueError unless a mass is in int64 units, which twins sum exactly."""
     if mass.dtype != torch.int64:
         raise ValueError(f"mass: expected int64 units, got {mass.dtype}")
 
 
-def pick_by_quota_ref(
-    score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
-) -> torch.Tensor:
+def pick_by_quota_ref(score: Tensor, group: Tensor, quotas: Tensor) -> Tensor:
     """Mark the best tokens of each group, as many as its quota.
 
     Example: one token of group 0 and two of group 1.
@@ -145,12 +144,8 @@ def pick_by_quota_ref(
 
 
 def credited_mass_ref(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    credit: torch.Tensor | None,
-    decay: float,
-    mix: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    usage: Tensor, lengths: Tensor, credit: Tensor | None, decay: float, mix: float
+) -> tuple[Tensor, Tensor]:
     """Turn usage into mass, and mix in the moving average of past mass.
 
     With m the normalised usage: c = decay * c_old + (1 - decay) * m, and the mass is
@@ -176,7 +171,7 @@ def credited_mass_ref(
     return mixed, updated.float()
 
 
-def normalised(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+def normalised(values: Tensor, valid: Tensor) -> Tensor:
     """Scale [R, T] to sum 1 per row, in float64, whatever the padding and sum order.
 
     Values are shifted by MASS_EPS, rounded to 2^-32 of the row's largest one and added
@@ -188,14 +183,12 @@ def normalised(values: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     return units.double() / units.sum(-1, keepdim=True).double()
 
 
-def to_fixed_point(mass: torch.Tensor) -> torch.Tensor:
+def to_fixed_point(mass: Tensor) -> Tensor:
     """Round a mass that sums to 1 per row, [R, T] float64, to units, [R, T] int64."""
     return (mass * MASS_UNIT).round().long()
 
 
-def _cut_flags(
-    mass: torch.Tensor, lengths: torch.Tensor, segment_mass: float
-) -> torch.Tensor:
+def _cut_flags(mass: Tensor, lengths: Tensor, segment_mass: float) -> Tensor:
     """Flag [R, T] the tokens that open a segment: those that cross a threshold."""
     count = num_thresholds(segment_mass)
     unit = 1 if mass.is_floating_point() else MASS_UNIT
@@ -216,7 +209,7 @@ def _cut_flags(
     return flags
 
 
-def _split_long(flags: torch.Tensor, max_segment: int) -> torch.Tensor:
+def _split_long(flags: Tensor, max_segment: int) -> Tensor:
     """Cut segments longer than `max_segment` into pieces of that length, from the left.
 
     The remainder stays a short last piece. Pieces beyond a row's length are harmless.
@@ -227,8 +220,8 @@ def _split_long(flags: torch.Tensor, max_segment: int) -> torch.Tensor:
 
 
 def _merge_short(
-    flags: torch.Tensor, lengths: torch.Tensor, min_segment: int, bound: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    flags: Tensor, lengths: Tensor, min_segment: int, bound: int
+) -> tuple[Tensor, Tensor]:
     """Walk the flags, oldest first, skipping those closer than `min_segment`.
 
     Returns:
@@ -249,9 +242,7 @@ def _merge_short(
     return edges[:, :-1], edges[:, 1:]
 
 
-def _segment_of(
-    starts: torch.Tensor, lengths: torch.Tensor, num_tokens: int
-) -> torch.Tensor:
+def _segment_of(starts: Tensor, lengths: Tensor, num_tokens: int) -> Tensor:
     """Number each token's segment, [R, T] int64; S on padding."""
     num_rows, bound = starts.shape
     is_used = starts < lengths[:, None]
@@ -262,17 +253,15 @@ def _segment_of(
     return torch.where(position < lengths[:, None], number, bound)
 
 
-def _sum_between(
-    values: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
-) -> torch.Tensor:
+def _sum_between(values: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Sum `values` [R, T] over each half-open segment, [R, S]."""
     running = torch.nn.functional.pad(values.cumsum(-1), (1, 0))
     return running.gather(-1, ends) - running.gather(-1, starts)
 
 
 def share_by_mass(
-    capacity: torch.Tensor, mass: torch.Tensor, total: torch.Tensor, min_quota: int
-) -> torch.Tensor:
+    capacity: Tensor, mass: Tensor, total: Tensor, min_quota: int
+) -> Tensor:
     """Share `total` tokens among segments: a floor for each, the rest by mass.
 
     Shares are rounded half to even; what rounding and full segments leave over, or what
@@ -301,9 +290,7 @@ def share_by_mass(
     return quotas + round_robin(capacity - quotas, (-excess).clamp(min=0))
 
 
-def _shrink_floors(
-    floor: torch.Tensor, mass: torch.Tensor, surplus: torch.Tensor
-) -> torch.Tensor:
+def _shrink_floors(floor: Tensor, mass: Tensor, surplus: Tensor) -> Tensor:
     """Lower floors [R, S] that exceed the budget by `surplus` [R, 1] tokens.
 
     First round robin down to one token each; then the segments of least mass (ties go
@@ -314,13 +301,11 @@ def _shrink_floors(
     floor = floor - round_robin(spare, surplus)
     highest = torch.finfo if mass.is_floating_point() else torch.iinfo
     weight = mass.masked_fill(floor == 0, highest(mass.dtype).max)
-    order = weight.sort(dim=-1, stable=True).indices
-    slot = torch.arange(floor.shape[-1], device=floor.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(-1, order, slot)
+    rank = ranks_of(weight.sort(dim=-1, stable=True).indices)
     return torch.where(rank < left, 0, floor)
 
 
-def round_robin(capacity: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+def round_robin(capacity: Tensor, total: Tensor) -> Tensor:
     """Deal out tokens one at a time from the first segment on, skipping full ones.
 
     Closed form: every segment gets min(capacity, level) with the highest level that

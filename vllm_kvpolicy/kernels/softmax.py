@@ -8,11 +8,12 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 TINY = 2.0**-120  # a weight, next to the largest of its row, that counts as none
 
 
-def weights_of(logits: torch.Tensor, least: float) -> torch.Tensor:
+def weights_of(logits: Tensor, least: float) -> Tensor:
     """Return exp(logit - highest of its row), [..., T] float32.
 
     Args:
@@ -25,7 +26,7 @@ def weights_of(logits: torch.Tensor, least: float) -> torch.Tensor:
     return (logits - highest).clamp_(min=math.log(least)).exp_()
 
 
-def clean_(logits: torch.Tensor) -> torch.Tensor:
+def clean_(logits: Tensor) -> Tensor:
     """Make NaN minus infinity and infinity the largest number, in place.
 
     So NaN does not spread to its row; an infinite logit takes the whole row.
@@ -37,9 +38,7 @@ def clean_(logits: torch.Tensor) -> torch.Tensor:
     return logits.nan_to_num_(nan=-torch.inf, posinf=highest, neginf=-torch.inf)
 
 
-def softmax(
-    logits: torch.Tensor, sink_logits: torch.Tensor | None = None
-) -> torch.Tensor:
+def softmax(logits: Tensor, sink_logits: Tensor | None = None) -> Tensor:
     """Share one unit among the tokens of each row, and its sink.
 
     Args:
@@ -59,7 +58,7 @@ def softmax(
     return weight.div_(total.clamp_(min=1).float())
 
 
-def masked_softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def masked_softmax(logits: Tensor, mask: Tensor) -> Tensor:
     """Share one unit among the tokens of each row that `mask` admits.
 
     Args:
@@ -72,7 +71,7 @@ def masked_softmax(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return softmax(clean_(logits.masked_fill(~mask, -torch.inf)))
 
 
-def effective_window(lengths: torch.Tensor, window_tokens: int) -> torch.Tensor:
+def effective_window(lengths: Tensor, window_tokens: int) -> Tensor:
     """Shorten the window of requests that hold no more than `window_tokens` tokens.
 
     At least one key stays older than the window, and at least one query stays in it.
@@ -88,8 +87,8 @@ def effective_window(lengths: torch.Tensor, window_tokens: int) -> torch.Tensor:
 
 
 def window_logits(
-    queries: torch.Tensor, keys: torch.Tensor, lengths: torch.Tensor, scale: float
-) -> torch.Tensor:
+    queries: Tensor, keys: Tensor, lengths: Tensor, scale: float
+) -> Tensor:
     """Dot products of n (event, layer) pairs; query w has index lengths - W + w.
 
     Args:

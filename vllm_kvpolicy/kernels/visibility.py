@@ -3,10 +3,9 @@
 Query i sees key j <= i while i - j < window, and for ever where j is kept. One integer
 per key says so: the first query that no longer sees it.
 
-Source: WG-KV (arXiv 2512.17452) section 3.3; with windows that grow within rows of 64,
-https://github.com/EMCLab-Sinica/WG-KV/blob/a6943894/src/modeling_layers.py.
-DMS (arXiv 2506.05345) is the same with `window` one above its own and `settled` shifted
-by one. The softmax of attention is in base 2 as in FlashAttention-2 (arXiv 2307.08691).
+Source: WG-KV (arXiv 2512.17452) section 3.3. DMS (arXiv 2506.05345) is the same with
+`window` one above its own and decisions one token later. The softmax of attention is
+in base 2 as in FlashAttention-2 (arXiv 2307.08691).
 Deviations: none.
 """
 
@@ -14,80 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES
 from vllm_kvpolicy.kernels.dispatch import Operation
 
 NEVER = 2**31 - 1  # no position reaches this
-
-
-def settled(decisions: torch.Tensor, shift: int) -> torch.Tensor:
-    """Turn decisions, in the order of the tokens that make them, into keep bits.
-
-    Args:
-        decisions: [..., T] bool, keep or drop.
-        shift: the token at t decides on the one at t - shift: 0 in WG-KV, 1 in DMS.
-
-    Returns:
-        [..., T] bool, keep bits. The last `shift` tokens have no decision yet and
-        count as kept; they are still in every window longer than `shift`.
-    """
-    undecided = torch.ones_like(decisions[..., :shift])
-    return torch.cat([decisions[..., shift:], undecided], -1)
-
-
-def visible_until(
-    keep: torch.Tensor,
-    window: int,
-    *,
-    first: int = 0,
-    sinks: int = 0,
-    page: int = 1,
-    dilation: int = 1,
-) -> torch.Tensor:
-    """Return the position of the first query that no longer sees each key.
-
-    Args:
-        keep: [..., T] bool, of the tokens at positions first, first + 1...
-        window: keys that every query sees, itself included, at least 1.
-        first: position of the first token.
-        sinks: tokens at positions below this are kept whatever `keep` says.
-        page: tokens that leave the window at once, when the last of them does; pages
-            begin at multiples of this. Queries see up to page - 1 dropped tokens more.
-        dilation: queries of one row block, which begin at multiples of this, see what
-            the first of them does, and themselves. The authors' prefill has 64.
-
-    Returns:
-        [..., T] int32, `NEVER` where a key is kept.
-    """
-    positions = torch.arange(first, first + keep.shape[-1], device=keep.device)
-    last_of_page = _up(positions + 1, page) - 1
-    until = _up(last_of_page + window, dilation)
-    kept = keep | (positions < sinks)
-    return torch.where(kept, NEVER, until).int()
-
-
-def _up(positions: torch.Tensor, multiple: int) -> torch.Tensor:
-    """Round up to a multiple."""
-    return -(-positions // multiple) * multiple
-
-
-def visible(
-    until: torch.Tensor, queries: torch.Tensor, *, first: int = 0
-) -> torch.Tensor:
-    """Return which queries see which keys.
-
-    Args:
-        until: [..., T] int32, see `visible_until`.
-        queries: [Q] integers, their positions.
-        first: position of the first key.
-
-    Returns:
-        [..., Q, T] bool.
-    """
-    keys = torch.arange(first, first + until.shape[-1], device=until.device)
-    rows = queries[:, None]
-    return (keys <= rows) & (rows < until[..., None, :])
 
 
 @dataclass(frozen=True)
@@ -100,12 +31,12 @@ class Decisions:
         most: a logit times `scale` above this, or NaN, drops.
     """
 
-    values: torch.Tensor
+    values: Tensor
     scale: float = 1.0
     most: float = 0.0
 
     @property
-    def keeps(self) -> torch.Tensor:
+    def keeps(self) -> Tensor:
         """[T, H] bool, keep or drop."""
         if self.values.dtype == torch.bool:
             return self.values
@@ -117,12 +48,12 @@ class Decisions:
 
 
 def write_until_ref(
-    until: torch.Tensor,
+    until: Tensor,
     decisions: Decisions,
-    own: torch.Tensor,
-    governed: torch.Tensor,
-    position: torch.Tensor,
-    heads: torch.Tensor,
+    own: Tensor,
+    governed: Tensor,
+    position: Tensor,
+    heads: Tensor,
     base: int,
     window: int,
     shift: int,
@@ -164,16 +95,16 @@ QUERIES = 64  # of each row that the reference takes at a time
 
 
 def until_attention_ref(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    ends: torch.Tensor,
-    until: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    query_start: Tensor,
+    ends: Tensor,
+    until: Tensor,
     scale: float,
-    output: torch.Tensor,
+    output: Tensor,
     max_queries: int,
 ) -> None:
     """Attend from each row's queries to the held tokens that they see.
@@ -194,7 +125,7 @@ def until_attention_ref(
         query_start: [R + 1] int32, first query of each row; rows may have none.
         ends: [R] int32, logical position after the newest token.
         until: [P, N] int32, position of the first query that no longer sees the token
-            in a slot; see `visibility.visible_until`.
+            in a slot.
         scale: factor on dot products.
         output: [Tq, G, D], dtype of the queries, any strides, written. What lies after
             the last row's queries is unspecified.
@@ -225,7 +156,7 @@ def until_attention_ref(
     output.copy_(found[:-1])
 
 
-def _held(pools: Sequence[torch.Tensor], tables: torch.Tensor) -> list[torch.Tensor]:
+def _held(pools: Sequence[Tensor], tables: Tensor) -> list[Tensor]:
     """Return [T] places, and copies [R, T, ...] of what lies on pages [R, C]."""
     page_size = pools[0].shape[1]
     token = torch.arange(tables.shape[1] * page_size, device=tables.device)
@@ -235,12 +166,8 @@ def _held(pools: Sequence[torch.Tensor], tables: torch.Tensor) -> list[torch.Ten
 
 
 def _attend(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    sees: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, sees: Tensor, scale: float
+) -> Tensor:
     """Attend with a mask `sees` [R, Q, T], in float32.
 
     Queries are [R, Q, G, D], keys and values [R, T, D]. Returns [R, Q, G, D] float32;

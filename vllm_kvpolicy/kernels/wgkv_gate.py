@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import CHUNK_BYTES, few_sizes, last_size
 from vllm_kvpolicy.kernels.dispatch import Operation
@@ -35,14 +36,14 @@ class GateWeights:
         second_bias: [H].
     """
 
-    pre_norm: torch.Tensor
-    post_norm: torch.Tensor
-    first: torch.Tensor
-    first_bias: torch.Tensor
-    second: torch.Tensor
-    second_bias: torch.Tensor
+    pre_norm: Tensor
+    post_norm: Tensor
+    first: Tensor
+    first_bias: Tensor
+    second: Tensor
+    second_bias: Tensor
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "GateWeights":
@@ -52,9 +53,7 @@ class GateWeights:
         moved = {name: t.to(device, dtype) for name, t in self.tensors().items()}
         return GateWeights(**moved)
 
-    def of_heads(
-        self, take: Callable[[torch.Tensor, int], torch.Tensor]
-    ) -> "GateWeights":
+    def of_heads(self, take: Callable[[Tensor, int], Tensor]) -> "GateWeights":
         """Return the gates of some heads.
 
         Args:
@@ -70,9 +69,7 @@ class GateWeights:
         return GateWeights(**{name: t[index] for name, t in self.tensors().items()})
 
 
-def gate(
-    before: torch.Tensor, after: torch.Tensor, weights: GateWeights
-) -> torch.Tensor:
+def gate(before: Tensor, after: Tensor, weights: GateWeights) -> Tensor:
     """Evaluate gates on keys before and after their rotation.
 
     Args:
@@ -94,7 +91,7 @@ def gate(
     return (logits + weights.second_bias[..., None]).float().sigmoid()
 
 
-def _normalised(keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _normalised(keys: Tensor, weight: Tensor) -> Tensor:
     """Scale keys to unit mean square in float32, then by `weight` in its dtype."""
     keys = keys.float()
     scale = torch.rsqrt(keys.square().mean(-1, keepdim=True) + EPSILON)
@@ -102,12 +99,11 @@ def _normalised(keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def gate_cached(
-    keys: torch.Tensor,
-    positions: torch.Tensor,
+    keys: Tensor,
+    positions: Tensor,
     rope: Rope,
     weights: GateWeights,
-    chunk_bytes: int = CHUNK_BYTES,
-) -> torch.Tensor:
+) -> Tensor:
     """Evaluate gates on cached keys alone, some tokens at a time.
 
     Args:
@@ -116,7 +112,6 @@ def gate_cached(
         positions: integers, broadcastable to the keys without D.
         rope: how the model rotates.
         weights: of these layers and heads, see `GateWeights`.
-        chunk_bytes: bound on the intermediate results that exist at a time.
 
     Returns:
         [L, H, T] or [H, T] float32, see `gate`.
@@ -125,7 +120,7 @@ def gate_cached(
     channels, units = keys.shape[-1], weights.first.shape[-2]
     # At most: float32 keys in four stages, features, and units before and after GELU.
     token_bytes = 4 * heads * (10 * channels + 3 * units)
-    step = last_size(max(1, chunk_bytes // token_bytes))  # full chunks get no padding
+    step = last_size(max(1, CHUNK_BYTES // token_bytes))  # full chunks get no padding
     positions = positions.expand(keys.shape[:-1])
     values = []
     for start in range(0, keys.shape[-2], step):
@@ -138,11 +133,11 @@ def gate_cached(
 
 def paged_gates_ref(
     keys: PagedTokens,
-    token: torch.Tensor,
-    positions: torch.Tensor,
+    token: Tensor,
+    positions: Tensor,
     rope: Rope,
     weights: GateWeights,
-) -> torch.Tensor:
+) -> Tensor:
     """Evaluate the gates of some tokens of each row.
 
     Args:
@@ -172,11 +167,11 @@ def paged_gates_ref(
 
 def _some(
     keys: PagedTokens,
-    token: torch.Tensor,
-    positions: torch.Tensor,
+    token: Tensor,
+    positions: Tensor,
     rope: Rope,
     weights: GateWeights,
-) -> torch.Tensor:
+) -> Tensor:
     """Do as `paged_gates_ref` for as many tokens as may be copied at a time."""
     # [L, H, E * F], tokens of all requests in one row.
     rows, places = (
@@ -188,10 +183,7 @@ def _some(
 
 
 def check_shapes(
-    keys: PagedTokens,
-    token: torch.Tensor,
-    positions: torch.Tensor,
-    weights: GateWeights,
+    keys: PagedTokens, token: Tensor, positions: Tensor, weights: GateWeights
 ) -> None:
     """Raise ValueError if shapes do not fit together; see `paged_gates_ref`."""
     num_layers, num_heads, size = keys.shape[1], keys.shape[2], keys.shape[4]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.chunks import map_pairs_to_many
 from vllm_kvpolicy.kernels.dispatch import Operation
@@ -34,12 +35,12 @@ def check_pooling(pool_kernel: int, suffix_pad: str) -> None:
 
 
 def pooled_usage_ref(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    window: torch.Tensor,
+    usage: Tensor,
+    lengths: Tensor,
+    window: Tensor,
     pool_kernel: int = 5,
     suffix_pad: str = "max",
-) -> torch.Tensor:
+) -> Tensor:
     """Smooth the usage of the older keys and give the newest ones a value.
 
     Args:
@@ -97,20 +98,20 @@ class WindowUsage:
             `kernels.nucleus`; None unless asked for.
     """
 
-    mean: torch.Tensor
-    last: torch.Tensor
-    lengths: torch.Tensor
-    window: torch.Tensor
-    nucleus: torch.Tensor | None = None
+    mean: Tensor
+    last: Tensor
+    lengths: Tensor
+    window: Tensor
+    nucleus: Tensor | None = None
 
 
 def window_usage_ref(
-    queries: torch.Tensor,
+    queries: Tensor,
     keys: PagedTokens,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     scale: float,
     mass: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> WindowUsage:
     """Causal softmax of the newest queries over the cached keys, reduced over them.
 
@@ -138,7 +139,7 @@ def window_usage_ref(
     num_q_heads, window = queries.shape[2:4]
     num_heads, num_tokens = keys.shape[2:4]
 
-    def of_chunk(*pairs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def of_chunk(*pairs: Tensor) -> tuple[Tensor, ...]:
         queries, keys, lengths, *sinks = pairs
         logits = window_logits(queries, keys, lengths, scale)
         counts = () if mass is None else (row_nucleus_counts(logits.amax(2), mass),)
@@ -162,10 +163,7 @@ window_usage = Operation(window_usage_ref)
 
 
 def check_window(
-    queries: torch.Tensor,
-    keys: PagedTokens,
-    mass: float | None,
-    sink_logits: torch.Tensor | None,
+    queries: Tensor, keys: PagedTokens, mass: float | None, sink_logits: Tensor | None
 ) -> None:
     """Raise ValueError for what `window_usage` does not take."""
     num_q_heads, window = queries.shape[2:4]
@@ -196,7 +194,7 @@ def measured(usage: WindowUsage | None) -> WindowUsage:
     return usage
 
 
-def mean_over_group(per_query_head: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+def mean_over_group(per_query_head: Tensor, num_kv_heads: int) -> Tensor:
     """Average the G query heads of each KV head.
 
     Args:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from support.engine.kvzap_decoder import KVzapDecoder
 from support.golden import Golden
+from training.visibility import visible_until
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.kernels.visibility import NEVER, visible_until
+from vllm_kvpolicy.kernels.visibility import NEVER
 from vllm_kvpolicy.policies.admissions.kvzap import (
     Surrogate,
     SurrogateScores,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_kvpolicy.kernels.visibility import visible, visible_until
+from training.visibility import visible, visible_until
 
 Arguments = dict[str, object]
 

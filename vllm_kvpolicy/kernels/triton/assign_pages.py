@@ -7,15 +7,14 @@ bit by bit.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.assign_pages import MOST_TOKENS, PageLists, num_digits
 
 COUNT_TILE = 1024  # tokens that a program looks at at a time
 
 
-def count_in_pages(
-    mask: torch.Tensor, num_pages: torch.Tensor, block_size: int
-) -> torch.Tensor:
+def count_in_pages(mask: Tensor, num_pages: Tensor, block_size: int) -> Tensor:
     counts = torch.empty_like(num_pages, memory_format=torch.contiguous_format)
     rows = mask.contiguous(), num_pages.contiguous(), counts
     _count_in_pages[(counts.numel(),)](
@@ -25,14 +24,14 @@ def count_in_pages(
 
 
 def page_quota(
-    tokens: torch.Tensor,
-    floors: torch.Tensor,
-    caps: torch.Tensor,
-    total: torch.Tensor,
+    tokens: Tensor,
+    floors: Tensor,
+    caps: Tensor,
+    total: Tensor,
     block_size: int,
     most: int = MOST_TOKENS,
     fills: bool = True,
-) -> torch.Tensor:
+) -> Tensor:
     num_groups, num_heads = tokens.shape
     quota = torch.empty_like(tokens, memory_format=torch.contiguous_format)
     tile = triton.next_power_of_2(num_heads)
@@ -100,10 +99,10 @@ CELLS = 1024  # of an arena that a program looks at at a time
 
 
 def assign_pages(
-    held: torch.Tensor,
-    num_held: torch.Tensor,
-    dest: torch.Tensor,
-    quota: torch.Tensor,
+    held: Tensor,
+    num_held: Tensor,
+    dest: Tensor,
+    quota: Tensor,
     num_blocks: int,
     num_kv_heads: int,
     groups: int,

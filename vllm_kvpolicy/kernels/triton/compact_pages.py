@@ -6,6 +6,7 @@ What is remembered is one gather and one scatter for all values.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.compact_pages import Moves, column_slices
 
@@ -17,11 +18,11 @@ INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def compact_pages(
-    pages: torch.Tensor,
-    source_slots: torch.Tensor,
-    dest_slots: torch.Tensor,
-    first: torch.Tensor,
-    in_place: torch.Tensor | None = None,
+    pages: Tensor,
+    source_slots: Tensor,
+    dest_slots: Tensor,
+    first: Tensor,
+    in_place: Tensor | None = None,
 ) -> None:
     """Copy tokens of pages that `column_slices` takes.
 
@@ -51,8 +52,8 @@ def compact_pages(
 
 
 def list_survivors(
-    survives: torch.Tensor, first: torch.Tensor, num_places: int, block_size: int
-) -> torch.Tensor:
+    survives: Tensor, first: Tensor, num_places: int, block_size: int
+) -> Tensor:
     num_events, num_heads, num_tokens = survives.shape
     listed = first.new_empty(num_events, num_places)
     given = survives.contiguous(), first, *first.stride()
@@ -62,11 +63,11 @@ def list_survivors(
 
 
 def survivor_moves(
-    sources: torch.Tensor,
-    held: torch.Tensor,
-    first: torch.Tensor,
-    pages: torch.Tensor,
-    unmoved: torch.Tensor | None,
+    sources: Tensor,
+    held: Tensor,
+    first: Tensor,
+    pages: Tensor,
+    unmoved: Tensor | None,
     num_tokens: int,
     block_size: int,
     groups: int,
@@ -236,14 +237,14 @@ TILE = 512  # values of a program
 
 
 def read_survivors(
-    survivors: torch.Tensor,
-    local: torch.Tensor,
-    which: torch.Tensor,
-    index: torch.Tensor,
-    first: torch.Tensor,
-    global_blocks: torch.Tensor,
+    survivors: Tensor,
+    local: Tensor,
+    which: Tensor,
+    index: Tensor,
+    first: Tensor,
+    global_blocks: Tensor,
     num_tokens: int,
-) -> torch.Tensor:
+) -> Tensor:
     num_events, (num_heads, most_local) = len(index), local.shape[2:]
     values = survivors.new_empty(len(which), num_events, num_heads, num_tokens)
     grid = (num_events * num_heads, triton.cdiv(num_tokens, TILE), len(which))
@@ -258,15 +259,15 @@ def read_survivors(
 
 
 def write_survivors(
-    survivors: torch.Tensor,
-    local: torch.Tensor,
-    which: torch.Tensor,
-    index: torch.Tensor,
-    values: torch.Tensor,
-    sources: torch.Tensor,
-    num_pages: torch.Tensor,
-    num_local: torch.Tensor,
-    global_blocks: torch.Tensor,
+    survivors: Tensor,
+    local: Tensor,
+    which: Tensor,
+    index: Tensor,
+    values: Tensor,
+    sources: Tensor,
+    num_pages: Tensor,
+    num_local: Tensor,
+    global_blocks: Tensor,
 ) -> None:
     num_events, (num_heads, most_local) = len(index), local.shape[2:]
     num_places, num_tokens = sources.shape[1], values.shape[-1]

@@ -7,6 +7,7 @@ row are found without sorting, by radix selection; see `triton.ranking`.
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.page_bounds import LOWEST
 from vllm_kvpolicy.kernels.triton.ranking import count_from, find_cut, load_tile
@@ -17,7 +18,7 @@ NOTHING = tl.constexpr(LOWEST)
 COLUMNS = 2048  # of a row at a time, where the best are chosen
 
 
-def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -> None:
+def page_bounds(bounds: Tensor, keys: Tensor, pages: Tensor) -> None:
     if not len(pages):
         return
     _, page_size, size = keys.shape
@@ -29,11 +30,8 @@ def page_bounds(bounds: torch.Tensor, keys: torch.Tensor, pages: torch.Tensor) -
 
 
 def page_scores(
-    queries: torch.Tensor,
-    pages: torch.Tensor,
-    counts: torch.Tensor,
-    bounds: torch.Tensor,
-) -> torch.Tensor:
+    queries: Tensor, pages: Tensor, counts: Tensor, bounds: Tensor
+) -> Tensor:
     """Rows of `pages` are contiguous."""
     (num_rows, group, size), num_columns = queries.shape, pages.shape[1]
     scores = queries.new_empty(num_rows, num_columns, dtype=torch.float32)
@@ -51,11 +49,8 @@ def page_scores(
 
 
 def best_pages(
-    tables: torch.Tensor,
-    scores: torch.Tensor,
-    num_global: torch.Tensor,
-    num_read: torch.Tensor,
-) -> torch.Tensor:
+    tables: Tensor, scores: Tensor, num_global: Tensor, num_read: Tensor
+) -> Tensor:
     num_rows, num_columns = tables.shape
     read = torch.empty_like(tables, memory_format=torch.contiguous_format)
     if read.numel():

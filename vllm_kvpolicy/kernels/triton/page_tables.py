@@ -1,8 +1,8 @@
 """Twins of kernels.page_tables: a program per run of columns, or per row and head."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 COLUMNS = 256  # of a program, or at a time
 ENTRIES = 1024  # of a list, per program
@@ -14,14 +14,14 @@ VARYING = [
 
 
 def page_tables(
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    rows: torch.Tensor,
-    block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
-    global_blocks: torch.Tensor,
-    num_global: torch.Tensor,
-    frontier_blocks: torch.Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    global_blocks: Tensor,
+    num_global: Tensor,
+    frontier_blocks: Tensor,
     block_size: int,
 ) -> None:
     """Rows of `tables`, `block_table` and `global_blocks` are contiguous."""
@@ -36,12 +36,12 @@ def page_tables(
 
 
 def enter_requests(
-    index: torch.Tensor,
-    dest: torch.Tensor,
-    frontier: torch.Tensor,
-    global_blocks: torch.Tensor,
-    num_global: torch.Tensor,
-    frontier_blocks: torch.Tensor,
+    index: Tensor,
+    dest: Tensor,
+    frontier: Tensor,
+    global_blocks: Tensor,
+    num_global: Tensor,
+    frontier_blocks: Tensor,
 ) -> None:
     entered = (each.contiguous() for each in (index, dest, frontier))
     table = global_blocks, num_global, frontier_blocks
@@ -95,15 +95,15 @@ def _enter_requests(
 
 
 def head_page_tables(
-    tables: torch.Tensor,
-    offsets: torch.Tensor,
-    which: torch.Tensor,
-    slots: torch.Tensor,
-    blocks: torch.Tensor,
-    skip: torch.Tensor,
-    pages: torch.Tensor,
-    first: torch.Tensor,
-    own_page: torch.Tensor,
+    tables: Tensor,
+    offsets: Tensor,
+    which: Tensor,
+    slots: Tensor,
+    blocks: Tensor,
+    skip: Tensor,
+    pages: Tensor,
+    first: Tensor,
+    own_page: Tensor,
     stride: int,
 ) -> None:
     """Rows of `blocks`, `pages` and `first` are contiguous."""
@@ -119,12 +119,12 @@ def head_page_tables(
 
 
 def enter_page_lists(
-    table_pages: torch.Tensor,
-    table_first: torch.Tensor,
-    index: torch.Tensor,
-    first: torch.Tensor,
-    pages: torch.Tensor,
-) -> torch.Tensor:
+    table_pages: Tensor,
+    table_first: Tensor,
+    index: Tensor,
+    first: Tensor,
+    pages: Tensor,
+) -> Tensor:
     num_events, num_cells = pages.shape
     counts = first.new_empty(2, num_events)
     lists = index, first.contiguous(), pages.contiguous()

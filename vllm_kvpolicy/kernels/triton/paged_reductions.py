@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import (
@@ -33,19 +34,16 @@ ROWS = ["launch_rows", "event_rows", "first_row"]
 VARYING = [*ROWS, "num_tokens", "num_pages", "page_size", "pages", "lengths"]
 
 
-def paged_norms(tokens: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
-    norms = lengths.new_empty(tokens.shape[:4], dtype=torch.float32)
-    _over_tiles(_norms_of_tiles, tokens, lengths, norms)
-    return norms
+def paged_norms(tokens: PagedTokens, lengths: Tensor) -> Tensor:
+    return _values(tokens, lengths, None)
 
 
-def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
+def paged_cosines(keys: PagedTokens, lengths: Tensor) -> Tensor:
     size, num_rows = keys.shape[-1], lengths.numel()
     tile = _tile(size)
     num_tiles = triton.cdiv(keys.num_tokens, tile)
     sums = lengths.new_empty(num_rows, num_tiles, size, dtype=torch.float64)
-    means = lengths.new_empty(num_rows, size, dtype=torch.float32)
-    cosines = lengths.new_empty(keys.shape[:4], dtype=torch.float32)
+    means = lengths.new_empty(*keys.shape[:3], size, dtype=torch.float32)
     _over_tiles(_sums_of_tiles, keys, lengths, sums)
     _means_of_rows[(num_rows,)](
         *(lengths.contiguous(), sums, means, num_tiles),
@@ -54,26 +52,17 @@ def paged_cosines(keys: PagedTokens, lengths: torch.Tensor) -> torch.Tensor:
         TILE=tile,
         TILES=MEAN_TILES,
     )
-    _over_tiles(_projections_of_tiles, keys, lengths, means, cosines, IS_COSINE=True)
-    return cosines
+    return _values(keys, lengths, means, is_cosine=True)
 
 
-def paged_projections(
-    keys: PagedTokens, lengths: torch.Tensor, directions: torch.Tensor
-) -> torch.Tensor:
+def paged_projections(keys: PagedTokens, lengths: Tensor, directions: Tensor) -> Tensor:
     check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
-    scores = lengths.new_empty(keys.shape[:4], dtype=torch.float32)
-    inputs = directions.contiguous(), scores
-    _over_tiles(_projections_of_tiles, keys, lengths, *inputs, IS_COSINE=False)
-    return scores
+    return _values(keys, lengths, directions)
 
 
 def paged_pair_projections(
-    keys: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor,
-    by_length: torch.Tensor,
-) -> torch.Tensor:
+    keys: PagedTokens, lengths: Tensor, directions: Tensor, by_length: Tensor
+) -> Tensor:
     group = check_pairs(keys, directions, by_length)
     shape = (*directions.shape[:3], keys.num_tokens)
     scores = lengths.new_empty(shape, dtype=torch.float32)
@@ -83,17 +72,30 @@ def paged_pair_projections(
 
 
 def paged_quadratics(
-    keys: PagedTokens,
-    lengths: torch.Tensor,
-    directions: torch.Tensor,
-    matrices: torch.Tensor,
-) -> torch.Tensor:
-    group = check_squares(keys, directions, matrices)
-    shape = (*directions.shape[:3], keys.num_tokens)
-    values = lengths.new_empty(shape, dtype=torch.float32)
-    inputs = directions.contiguous(), matrices.contiguous(), values
-    sizes = {"GROUP": group, "ROWS": MATRIX_ROWS}
-    _over_tiles(_quadratics_of_tiles, keys, lengths, *inputs, **sizes)
+    keys: PagedTokens, lengths: Tensor, directions: Tensor, matrices: Tensor
+) -> Tensor:
+    check_squares(keys, directions, matrices)
+    return _values(keys, lengths, directions, matrices.contiguous())
+
+
+def _values(
+    tokens: PagedTokens,
+    lengths: Tensor,
+    directions: Tensor | None,
+    matrices: Tensor | None = None,
+    is_cosine: bool = False,
+) -> Tensor:
+    """Return what `_values_of_tiles` writes, [E, L, H * G, T]."""
+    rows = tokens.shape[:3]
+    if directions is not None:
+        rows, directions = directions.shape[:3], directions.contiguous()
+    values = lengths.new_empty(*rows, tokens.num_tokens, dtype=torch.float32)
+    _over_tiles(
+        *(_values_of_tiles, tokens, lengths, directions, matrices, values),
+        GROUP=rows[2] // tokens.shape[2],
+        ROWS=MATRIX_ROWS,
+        IS_COSINE=is_cosine,
+    )
     return values
 
 
@@ -109,8 +111,8 @@ def _tile(size: int) -> int:
 def _over_tiles(
     kernel: Any,
     tokens: PagedTokens,
-    lengths: torch.Tensor,
-    *others: torch.Tensor,
+    lengths: Tensor,
+    *others: Tensor | None,
     **options: Any,
 ) -> None:
     """Launch a kernel over all tiles of all rows, once for each view of a pool.
@@ -176,23 +178,6 @@ def _lengths(numbers):
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _norms_of_tiles(
-    pool, page_stride, slot_stride, number_stride, pages, lengths,
-    launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
-    norms,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Write `norms` [R, T]."""
-    row, _, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
-    numbers = _read(
-        pool, page_stride, slot_stride, number_stride, pages, lengths,
-        num_pages, page_size, row, token, 0, SIZE, WIDTH,
-    )  # fmt: skip
-    norm = tl.sqrt_rn(tl.sum(numbers * numbers, 1))
-    tl.store(norms + row * num_tokens + token, norm, token < num_tokens)
-
-
-@triton.jit(do_not_specialize=VARYING)
 def _sums_of_tiles(
     pool, page_stride, slot_stride, number_stride, pages, lengths,
     launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
@@ -235,30 +220,6 @@ def _means_of_rows(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _projections_of_tiles(
-    pool, page_stride, slot_stride, number_stride, pages, lengths,
-    launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
-    directions, projections,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    IS_COSINE: tl.constexpr,
-):  # fmt: skip
-    """Write `projections` [R, T] on `directions` [R, D], of unit keys if IS_COSINE."""
-    row, _, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
-    numbers = _read(
-        pool, page_stride, slot_stride, number_stride, pages, lengths,
-        num_pages, page_size, row, token, 0, SIZE, WIDTH,
-    )  # fmt: skip
-    number = tl.arange(0, WIDTH)
-    direction = tl.load(directions + row * SIZE + number, number < SIZE, other=0.0)
-    score = tl.sum(numbers * direction[None, :], 1)
-    if IS_COSINE:
-        score = score / _lengths(numbers)
-    # Zero on padding even where the direction is not a number.
-    score = tl.where(token < tl.load(lengths + row), score, 0.0)
-    tl.store(projections + row * num_tokens + token, score, token < num_tokens)
-
-
-@triton.jit(do_not_specialize=VARYING)
 def _pair_projections_of_tiles(
     pool, page_stride, slot_stride, number_stride, pages, lengths,
     launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
@@ -292,16 +253,17 @@ def _pair_projections_of_tiles(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _quadratics_of_tiles(
+def _values_of_tiles(
     pool, page_stride, slot_stride, number_stride, pages, lengths,
     launch_rows, event_rows, first_row, num_tokens, num_pages, page_size,
     directions, matrices, values,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, IS_COSINE: tl.constexpr,
 ):  # fmt: skip
-    """Write `values` [R, G, T] of `directions` [R, G, D], `matrices` [R, G, D, D].
+    """Write `values` [R, G, T]: projections on `directions` [R, G, D], or lengths.
 
-    ROWS rows of a matrix at a time, so that it need not fit into registers.
+    Those of unit keys if IS_COSINE. The squares of `matrices` [R, G, D, D] are added,
+    ROWS rows at a time, so that a matrix need not fit into registers.
     """
     row, _, token = _place(launch_rows, event_rows, first_row, num_tokens, TILE)
     numbers = _read(
@@ -309,21 +271,28 @@ def _quadratics_of_tiles(
         num_pages, page_size, row, token, 0, SIZE, WIDTH,
     )  # fmt: skip
     number = tl.arange(0, WIDTH)
-    is_held = token < tl.load(lengths + row)
     for head in range(GROUP):
         query = row * GROUP + head
-        along = tl.load(directions + query * SIZE + number, number < SIZE, other=0.0)
-        value = tl.sum(numbers * along[None, :], 1)
-        for first in range(0, SIZE, ROWS):
-            some = first + tl.arange(0, ROWS)
-            place = (query * SIZE + some)[:, None] * SIZE + number[None, :]
-            mask = (some < SIZE)[:, None] & (number < SIZE)[None, :]
-            part = tl.load(matrices + place, mask, other=0.0)
-            turned = tl.dot(numbers, tl.trans(part), input_precision="ieee")
-            own = _read(
-                pool, page_stride, slot_stride, number_stride, pages, lengths,
-                num_pages, page_size, row, token, first, SIZE, ROWS,
-            )  # fmt: skip
-            value += tl.sum(turned * own, 1)
-        value = tl.where(is_held, value, 0.0)
+        if directions is None:
+            value = tl.sqrt_rn(tl.sum(numbers * numbers, 1))
+        else:
+            along = directions + query * SIZE + number
+            along = tl.load(along, number < SIZE, other=0.0)
+            value = tl.sum(numbers * along[None, :], 1)
+        if IS_COSINE:
+            value = value / _lengths(numbers)
+        if matrices is not None:
+            for first in range(0, SIZE, ROWS):
+                some = first + tl.arange(0, ROWS)
+                place = (query * SIZE + some)[:, None] * SIZE + number[None, :]
+                mask = (some < SIZE)[:, None] & (number < SIZE)[None, :]
+                part = tl.load(matrices + place, mask, other=0.0)
+                turned = tl.dot(numbers, tl.trans(part), input_precision="ieee")
+                own = _read(
+                    pool, page_stride, slot_stride, number_stride, pages, lengths,
+                    num_pages, page_size, row, token, first, SIZE, ROWS,
+                )  # fmt: skip
+                value += tl.sum(turned * own, 1)
+        # Zero on padding even where the direction is not a number.
+        value = tl.where(token < tl.load(lengths + row), value, 0.0)
         tl.store(values + query * num_tokens + token, value, token < num_tokens)

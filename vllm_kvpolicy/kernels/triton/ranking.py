@@ -13,17 +13,18 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 MAX_TILE = 4096  # tokens that a program holds in registers
 GROUP_TILE = 512  # the same where programs look at one group of many
 
 
 def mark_best(
-    score: torch.Tensor,
-    group: torch.Tensor,
-    quotas: torch.Tensor,
-    ranges: tuple[torch.Tensor, torch.Tensor] | None,
-    marked: torch.Tensor,
+    score: Tensor,
+    group: Tensor,
+    quotas: Tensor,
+    ranges: tuple[Tensor, Tensor] | None,
+    marked: Tensor,
 ) -> None:
     """Mark the best tokens of each group, as many as its quota.
 
@@ -194,12 +195,12 @@ MASK_TILE = 1024  # tokens that a program looks at at a time
 
 
 def must_keep_tokens(
-    num_pages: torch.Tensor,
-    num_local: torch.Tensor,
-    sinks: torch.Tensor,
+    num_pages: Tensor,
+    num_local: Tensor,
+    sinks: Tensor,
     block_size: int,
     num_tokens: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     num_events, num_heads = num_pages.shape
     lengths = num_local.new_empty(num_events, num_heads)
     must_keep = lengths.new_empty((*lengths.shape, num_tokens), dtype=torch.bool)
@@ -210,7 +211,7 @@ def must_keep_tokens(
     return lengths, must_keep
 
 
-def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
+def limit_must_keep(must_keep: Tensor, budget: int) -> Tensor:
     limited = torch.empty_like(must_keep, memory_format=torch.contiguous_format)
     num_tokens = must_keep.shape[-1]
     if limited.numel() > 0:
@@ -221,43 +222,37 @@ def limit_must_keep(must_keep: torch.Tensor, budget: int) -> torch.Tensor:
 
 
 def fill_next_best(
-    keep: torch.Tensor,
-    score: torch.Tensor,
-    valid: torch.Tensor,
-    target: torch.Tensor | int,
-) -> torch.Tensor:
+    keep: Tensor, score: Tensor, valid: Tensor, target: Tensor | int
+) -> Tensor:
     return _select(keep, score, None, valid, target, keeps_all=True)
 
 
 def top_k_mask(
-    score: torch.Tensor,
-    must_keep: torch.Tensor,
-    valid: torch.Tensor,
-    budget: torch.Tensor | int,
-) -> torch.Tensor:
+    score: Tensor, must_keep: Tensor, valid: Tensor, budget: Tensor | int
+) -> Tensor:
     return _select(must_keep, score, None, valid, budget)
 
 
 def resize(
-    keep: torch.Tensor,
-    score: torch.Tensor,
-    must_keep: torch.Tensor,
-    num_pages: torch.Tensor,
-    quota: torch.Tensor,
+    keep: Tensor,
+    score: Tensor,
+    must_keep: Tensor,
+    num_pages: Tensor,
+    quota: Tensor,
     block_size: int,
-) -> torch.Tensor:
+) -> Tensor:
     return _select(keep, score, must_keep, num_pages, quota, block_size)
 
 
 def _select(
-    keep: torch.Tensor,
-    score: torch.Tensor,
-    must_keep: torch.Tensor | None,
-    valid: torch.Tensor,
-    target: torch.Tensor | int,
+    keep: Tensor,
+    score: Tensor,
+    must_keep: Tensor | None,
+    valid: Tensor,
+    target: Tensor | int,
     unit: int = 1,
     keeps_all: bool = False,
-) -> torch.Tensor:
+) -> Tensor:
     """Grade tokens, then choose among those of the grade that `target` cuts through.
 
     Without `must_keep` nothing that is kept is dropped.
@@ -276,8 +271,8 @@ def _select(
     group = torch.empty_like(chosen, dtype=torch.uint8)
     quota = chosen.new_empty((num_rows, 1), dtype=torch.int32)
     sizes = launch_sizes(num_tokens)
-    sizes |= {"HAS_TARGETS": isinstance(target, torch.Tensor), "KEEPS_ALL": keeps_all}
-    if isinstance(target, torch.Tensor):
+    sizes |= {"HAS_TARGETS": isinstance(target, Tensor), "KEEPS_ALL": keeps_all}
+    if isinstance(target, Tensor):
         target = target.expand(keep.shape[:-1]).contiguous()
     keep, valid = keep.contiguous(), valid.contiguous()
     must_keep = None if must_keep is None else must_keep.contiguous()
@@ -341,15 +336,9 @@ def _grade(
 
 @triton.jit
 def _grades(
-    keep,
-    must_keep,
-    valid,
-    start,
-    position,
-    num_tokens,
-    num_held,
+    keep, must_keep, valid, start, position, num_tokens, num_held,
     KEEPS_ALL: tl.constexpr,
-):
+):  # fmt: skip
     """Grade tokens: 2 must keep, 1 kept, 0 others, -1 not to be chosen."""
     inside = position < num_tokens
     is_kept = tl.load(keep + start + position, mask=inside, other=0)

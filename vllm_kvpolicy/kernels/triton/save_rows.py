@@ -1,13 +1,13 @@
 """Twin in Triton of kernels.save_rows: one program per row, part and run of numbers."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 NUMBERS = 1024  # of a program
 
 
-def save_rows(saved: torch.Tensor, values: torch.Tensor, targets: torch.Tensor) -> None:
+def save_rows(saved: Tensor, values: Tensor, targets: Tensor) -> None:
     """A program whose part is not wanted ends after one load."""
     num_parts, size = targets.shape[1], saved.shape[1]
     _save_rows[(len(values), num_parts, triton.cdiv(size, NUMBERS))](

@@ -5,6 +5,7 @@ import struct
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_EPS,
@@ -14,12 +15,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     max_segments,
     num_thresholds,
 )
-from vllm_kvpolicy.kernels.triton.ranking import (
-    find_cut,
-    launch_sizes,
-    mark_best,
-    pick,
-)
+from vllm_kvpolicy.kernels.triton.ranking import find_cut, launch_sizes, mark_best, pick
 
 MASS_TILE = 1024  # tokens of a row that a program holds at a time
 FIRST_STEP: tl.constexpr = tl.constexpr(2**23)  # no row has twice as many tokens
@@ -163,12 +159,8 @@ def _next_start(cut_at, last_cut, earliest, max_segment):
 
 
 def credited_mass(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    credit: torch.Tensor | None,
-    decay: float,
-    mix: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    usage: Tensor, lengths: Tensor, credit: Tensor | None, decay: float, mix: float
+) -> tuple[Tensor, Tensor]:
     num_rows, num_tokens = usage.shape
     mass = usage.new_empty(usage.shape, dtype=torch.float64)
     updated = usage.new_empty(usage.shape, dtype=torch.float32)
@@ -182,10 +174,10 @@ def credited_mass(
 
 
 def segment_quota(
-    mass: torch.Tensor,
-    lengths: torch.Tensor,
-    exempt: torch.Tensor,
-    total: torch.Tensor,
+    mass: Tensor,
+    lengths: Tensor,
+    exempt: Tensor,
+    total: Tensor,
     *,
     segment_mass: float,
     min_segment: int,
@@ -219,9 +211,7 @@ def segment_quota(
     return SegmentQuotas(segments, quotas, segment_of)
 
 
-def pick_by_quota(
-    score: torch.Tensor, group: torch.Tensor, quotas: torch.Tensor
-) -> torch.Tensor:
+def pick_by_quota(score: Tensor, group: Tensor, quotas: Tensor) -> Tensor:
     """Each program looks at the tokens between the first and the last of one group.
 
     So groups which are runs of neighbours cost one pass over the row, others more.
@@ -379,27 +369,23 @@ def _credited_mass(
         total += tl.sum(_units(value, highest))
     top = tl.full((), 0.0, tl.float64)
     whole = tl.full((), 0, tl.int64)
+    row_of = (start, length, eps, highest, total)
     if credit is not None:
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            new = _share(usage, start, token, length, eps, highest, total)
-            average = _average(credit, start, token, length, decay, gain, new)
-            shifted = tl.where(token < length, average + eps, 0.0)
+            _, _, shifted = _averages(usage, credit, token, row_of, decay, gain)
             top = tl.maximum(top, tl.max(shifted))
         for first in range(0, num_tokens, TILE):
             token = first + tl.arange(0, TILE)
-            new = _share(usage, start, token, length, eps, highest, total)
-            average = _average(credit, start, token, length, decay, gain, new)
-            shifted = tl.where(token < length, average + eps, 0.0)
+            _, _, shifted = _averages(usage, credit, token, row_of, decay, gain)
             whole += tl.sum(_units(shifted, top))
     for first in range(0, num_tokens, TILE):
         token = first + tl.arange(0, TILE)
-        new = _share(usage, start, token, length, eps, highest, total)
-        mixed = new
-        average = gain * new
-        if credit is not None:
-            average = _average(credit, start, token, length, decay, gain, new)
-            shifted = tl.where(token < length, average + eps, 0.0)
+        if credit is None:
+            mixed = _share(usage, token, row_of)
+            average = gain * mixed
+        else:
+            new, average, shifted = _averages(usage, credit, token, row_of, decay, gain)
             past = _units(shifted, top).to(tl.float64) / whole.to(tl.float64)
             mixed = mix * new + rest * past
         inside = token < num_tokens
@@ -430,14 +416,18 @@ def _units(value, highest):
 
 
 @triton.jit
-def _share(values, start, token, length, eps, highest, total):
+def _share(values, token, row_of):
     """Return the share of each value in the `total` of the row's units."""
+    start, length, eps, highest, total = row_of
     value = _positive(values, start, token, length, eps)
     return _units(value, highest).to(tl.float64) / total.to(tl.float64)
 
 
 @triton.jit
-def _average(credit, start, token, length, decay, gain, new):
-    """Return the moving average with the newest value."""
+def _averages(usage, credit, token, row_of, decay, gain):
+    """Return shares, the moving average with them, and it plus `eps`; 0 on padding."""
+    start, length, eps, highest, total = row_of
+    new = _share(usage, token, row_of)
     old = tl.load(credit + start + token, mask=token < length, other=0.0)
-    return decay * old.to(tl.float64) + gain * new
+    average = decay * old.to(tl.float64) + gain * new
+    return new, average, tl.where(token < length, average + eps, 0.0)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.visibility import NEVER, Decisions
 
@@ -39,12 +40,12 @@ KEPT = tl.constexpr(NEVER)
 
 
 def write_until(
-    until: torch.Tensor,
+    until: Tensor,
     decisions: Decisions,
-    own: torch.Tensor,
-    governed: torch.Tensor,
-    position: torch.Tensor,
-    heads: torch.Tensor,
+    own: Tensor,
+    governed: Tensor,
+    position: Tensor,
+    heads: Tensor,
     base: int,
     window: int,
     shift: int,
@@ -109,26 +110,29 @@ LISTS_VARYING = [*VARYING, "num_rows", "reaches"]
 class _Sizes(NamedTuple):
     """What a kernel is compiled for."""
 
+    PAGE: int  # N
+    GROUP: int  # G
+    SIZE: int  # D
     WIDTH: int  # D, up to a power of two
     TILE: int  # query heads of a program
     BLOCK: int  # keys of a block
 
 
 def until_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
-    query_start: torch.Tensor,
-    ends: torch.Tensor,
-    until: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
+    query_start: Tensor,
+    ends: Tensor,
+    until: Tensor,
     scale: float,
-    output: torch.Tensor,
+    output: Tensor,
     max_queries: int,
 ) -> None:
     """Queries of no row are left as they were in `output`."""
-    sizes = _sizes(query, max_queries)
+    sizes = _sizes(query, keys.shape[1], max_queries)
     rows = tables, tables.stride(0), lengths, query_start, ends
     pools = (
         *(keys, *keys.stride(), values, *values.stride(), until, *until.stride()),
@@ -139,7 +143,7 @@ def until_attention(
         attend(rows, pools, output, sizes)
 
 
-def _sizes(query: torch.Tensor, max_queries: int) -> _Sizes:
+def _sizes(query: Tensor, page_size: int, max_queries: int) -> _Sizes:
     """Choose tiles from sizes alone: a tile of queries, keys and values fit on chip."""
     group, size = query.shape[1:]
     width = max(16, triton.next_power_of_2(size))
@@ -148,26 +152,21 @@ def _sizes(query: torch.Tensor, max_queries: int) -> _Sizes:
     # products run without tensor cores.
     most = min(128, max(16, 65536 // (row_bytes * query.element_size())))
     tile = min(most, max(16, triton.next_power_of_2(max_queries * group)))
+    tile = max(tile, triton.next_power_of_2(group))
     block = min(64, max(16, 16384 // row_bytes))
-    return _Sizes(width, max(tile, triton.next_power_of_2(group)), block)
+    return _Sizes(page_size, group, size, width, tile, block)
 
 
-def _attend_in_tiles(rows: tuple, pools: tuple, output: torch.Tensor, sizes: _Sizes):
+def _attend_in_tiles(rows: tuple, pools: tuple, output: Tensor, sizes: _Sizes):
     """Launch the prompts' kernels over all tiles that a batch of this size can have."""
-    tables, num_queries = rows[0], len(output)
-    num_rows, (group, size) = len(tables), output.shape[1:]
-    page_size = pools[0].shape[1]
-    queries = sizes.TILE // group  # of a tile
-    num_tiles = num_queries // queries + num_rows
+    queries = sizes.TILE // sizes.GROUP  # of a tile
+    num_tiles = len(output) // queries + len(rows[0])
     lists = lists_of_tiles(
-        *(rows, pools[8:11], page_size, num_tiles, queries, sizes.BLOCK)
+        *(rows, pools[8:11], sizes.PAGE, num_tiles, queries, sizes.BLOCK)
     )
     _attend_tiles[(num_tiles,)](
         *(*rows, *pools, output, *output.stride()),
         *(*lists, lists[0].shape[1]),
-        PAGE=page_size,
-        GROUP=group,
-        SIZE=size,
         QUERIES=queries,
         **sizes._asdict(),
         num_warps=8 if sizes.TILE * sizes.WIDTH >= 128 * 128 else 4,
@@ -175,27 +174,23 @@ def _attend_in_tiles(rows: tuple, pools: tuple, output: torch.Tensor, sizes: _Si
     )
 
 
-def _attend_in_shares(rows: tuple, pools: tuple, output: torch.Tensor, sizes: _Sizes):
+def _attend_in_shares(rows: tuple, pools: tuple, output: Tensor, sizes: _Sizes):
     """Launch the kernels of a batch in which no row has more than one query."""
-    tables, (group, size) = rows[0], output.shape[1:]
-    num_rows, page_size = len(tables), pools[0].shape[1]
-    width = tables.shape[1] * page_size
+    num_rows, width = len(rows[0]), rows[0].shape[1] * sizes.PAGE
     shares = min(
         SHARES, triton.cdiv(width, LEAST), max(1, triton.cdiv(PROGRAMS, num_rows))
     )
-    best, total = torch.empty(2, num_rows, shares, group, device=output.device)
-    sums = torch.empty(num_rows, shares, group, size, device=output.device)
+    shape = num_rows, shares, sizes.GROUP
+    best, total = torch.empty(2, *shape, device=output.device)
+    sums = torch.empty(*shape, sizes.SIZE, device=output.device)
     _attend_shares[(num_rows, shares)](
         *(*rows, *pools, best, total, sums),
-        PAGE=page_size,
-        GROUP=group,
-        SIZE=size,
         **sizes._asdict(),
         num_stages=3 if output.element_size() < 4 else 2,
     )
-    _join_shares[(num_rows, group)](
+    _join_shares[(num_rows, sizes.GROUP)](
         *(rows[2], rows[3], best, total, sums, output, *output.stride(), shares),
-        SIZE=size,
+        SIZE=sizes.SIZE,
         WIDTH=sizes.WIDTH,
         BLOCK=sizes.BLOCK,
         AT_ONCE=SHARES_AT_ONCE,
@@ -390,13 +385,8 @@ def _join_shares(
 
 
 def lists_of_tiles(
-    rows: tuple,
-    until: tuple,
-    page_size: int,
-    num_tiles: int,
-    queries: int,
-    block: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows: tuple, until: tuple, page_size: int, num_tiles: int, queries: int, block: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """List the blocks of keys that any query of a tile sees.
 
     Row r's tiles begin at number query_start[r] // queries + r, which leaves room for

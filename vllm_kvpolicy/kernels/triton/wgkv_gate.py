@@ -15,6 +15,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
@@ -32,11 +33,11 @@ VARYING = [*ROWS, *SIZES, "pages", "tokens", "positions"]
 
 def paged_gates(
     keys: PagedTokens,
-    token: torch.Tensor,
-    positions: torch.Tensor,
+    token: Tensor,
+    positions: Tensor,
     rope: Rope,
     weights: GateWeights,
-) -> torch.Tensor:
+) -> Tensor:
     check_shapes(keys, token, positions, weights)
     num_events, num_layers, num_heads, _, size = keys.shape
     num_tokens = token.shape[-1]

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
@@ -38,12 +39,12 @@ TILE = 1024  # tokens that a program holds at a time
 
 
 def pooled_usage(
-    usage: torch.Tensor,
-    lengths: torch.Tensor,
-    window: torch.Tensor,
+    usage: Tensor,
+    lengths: Tensor,
+    window: Tensor,
     pool_kernel: int = 5,
     suffix_pad: str = "max",
-) -> torch.Tensor:
+) -> Tensor:
     """Equal the reference up to rounding, and leave "global" to it."""
     check_pooling(pool_kernel, suffix_pad)
     if suffix_pad == "global":
@@ -111,12 +112,12 @@ VARYING = [*SIZES, "pages", "lengths"]
 
 
 def window_usage(
-    queries: torch.Tensor,
+    queries: Tensor,
     keys: PagedTokens,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     scale: float,
     mass: float | None = None,
-    sink_logits: torch.Tensor | None = None,
+    sink_logits: Tensor | None = None,
 ) -> WindowUsage:
     """Queries and pools may have any strides and are not copied.
 
@@ -138,13 +139,13 @@ def window_usage(
 
 
 def _usage(
-    queries: torch.Tensor,
+    queries: Tensor,
     keys: PagedTokens,
-    lengths: torch.Tensor,
+    lengths: Tensor,
     scale: float,
     mass: float | None,
-    sink_logits: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
+    sink_logits: Tensor | None,
+) -> tuple[Tensor, ...]:
     """Return mean, last and, if asked for, nuclei of layers with one pool."""
     window = queries.shape[3]
     options = _options(queries, lengths.shape[2])
@@ -184,7 +185,7 @@ def _usage(
     return *usage, counts
 
 
-def _options(queries: torch.Tensor, num_heads: int) -> dict[str, int]:
+def _options(queries: Tensor, num_heads: int) -> dict[str, int]:
     """Return what the kernels that read keys are compiled for.
 
     A tile of keys takes 64 KiB at most. In float32 there are no tensor cores, and more
