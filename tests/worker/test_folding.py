@@ -276,9 +276,3 @@ def test_longest_lists_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert tables.most(slots, otherwise).tolist() == [longest, 0, 0, longest]
     monkeypatch.setattr(Late, "here", True)
     assert tables.most(np.array([c]), np.array([9])).tolist() == [last]
-
-
-def test_memory_is_what_was_announced() -> None:
-    tables = Batch(0).tables
-    announced = HeadTables.nbytes(SLOTS + 1, MOST_BLOCKS, NUM_HEADS)
-    assert tables.pages.nbytes + tables.first.nbytes == announced

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.worker.loaded_model import loaded_model
 from vllm_kvpolicy.policies.hooks import decoder_layers
 from vllm_kvpolicy.policies.scorers._signals import TokenSignal, signals_from_hidden
 from vllm_kvpolicy.protocol import NO_COMMANDS
@@ -64,16 +65,8 @@ class Run:
     """Computes sequences in steps, as an engine would."""
 
     def __init__(self, model: nn.Module, forward=None) -> None:
-        self.signals = TokenSignals(
-            SIGNALS,
-            num_layers=LAYERS,
-            num_requests=SLOTS,
-            max_model_len=MAX_LEN,
-            step_tokens=STEP_TOKENS,
-            hidden_size=SIZE,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        sizes = loaded_model(LAYERS, SLOTS, MAX_LEN, STEP_TOKENS, SIZE)
+        self.signals = TokenSignals(SIGNALS, sizes)
         self.signals.attach(model)
         self.forward = model if forward is None else forward
         self.computed: dict[str, int] = {}

@@ -80,21 +80,19 @@ class SideTables:
         return min(self.max_global_blocks, num_blocks)
 
     def parts(self, num_blocks: int) -> dict[str, int]:
-        """Return the bytes of each kind of these, with a pool of `num_blocks`."""
-        each = SurvivorMemory.nbytes_of(
-            self.num_requests,
-            num_blocks,
-            self.num_heads,
-            self.block_size,
-            self.max_local_tokens,
-        )
-        longest = self.global_blocks(num_blocks)
+        """Return the bytes of each kind of these, with a pool of `num_blocks`.
+
+        Values are float32, ids of pages and places in the lists of `HeadTables` int32.
+        """
+        local = self.num_requests * self.max_local_tokens
+        values = self.num_heads * (num_blocks * self.block_size + local)
         # One more row is for requests without an event.
-        lists = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
+        rows = self.num_requests + 1
+        pages = self.global_blocks(num_blocks) * self.num_heads
         return {
-            VALUES: self.num_memories * each,
+            VALUES: self.num_memories * 4 * values,
             PAGES: num_blocks * self.num_heads * self.page_bytes,
-            LISTS: lists * self.is_ragged,
+            LISTS: self.is_ragged * 4 * rows * (pages + self.num_heads + 1),
         }
 
     def nbytes(self, num_blocks: int) -> int:
@@ -441,9 +439,8 @@ def _step_tables(
     is_final = compat.captures_attention(vllm_config) or requests.device.type != "cpu"
     if not is_final:
         num_rows, num_columns = 0, 0
-    num_heads = layers[0].num_kv_heads
-    sizes = num_heads, num_rows, num_columns
-    return FoldedTables.of_engine(len(layers), *sizes, requests.device, is_final)
+    sizes = len(layers), layers[0].num_kv_heads, num_rows, num_columns
+    return FoldedTables(*sizes, requests.device, is_final)
 
 
 def _captures(
@@ -455,10 +452,14 @@ def _captures(
     """Return the captures that the policies need, hooked to the model."""
     vllm_config, captures = model.vllm_config, list[Capture]()
     if needs.window_tokens:
-        captures.append(QueryWindows.of_engine(vllm_config, model.device))
+        tokens, is_captured = model.step_tokens, compat.captures_attention(vllm_config)
+        rows = query_rows(vllm_config)
+        captures.append(QueryWindows(rows, tokens, model.device, is_captured))
     if needs.signals:
         with refused_for(policies, TokenSignals.serves):
-            captures.append(TokenSignals.of_engine(needs.signals, model))
+            signals = TokenSignals(needs.signals, model)
+            signals.attach(model.module)
+        captures.append(signals)
     # Names that differ only after the admission share one decider.
     deciders = [getattr(policy, "decider", None) for policy in policies.values()]
     for decider in [each for each in deciders if each is not None][:1]:

@@ -162,7 +162,7 @@ class KVPolicyWorkerMixin:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and tell the scheduler how many blocks events have left in use."""
         output = super().sample_tokens(*args, **kwargs)
-        read_answers = self.kv_policy_runtime.answers.take()
+        read_answers = self.kv_policy_runtime.take_answers()
         if read_answers is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):

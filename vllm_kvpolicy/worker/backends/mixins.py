@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -51,6 +51,7 @@ class KVPolicyMetadataBuilderMixin:
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.kv_policy_config = server_config(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         self._first_layer = layers[layer_names[0]]
 
@@ -119,8 +120,27 @@ class KVPolicyMetadataBuilderMixin:
         )
 
 
-class HeadMajorBackendMixin:
-    """A backend for GPUs: stock kernels over head-major blocks."""
+class KVPolicyBackendMixin:
+    """Names the two classes of a backend."""
+
+    impl: ClassVar[type]
+    builder: ClassVar[type]
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return cls.builder
+
+
+class HeadMajorBackendMixin(KVPolicyBackendMixin):
+    """A backend for GPUs: stock kernels over head-major blocks.
+
+    It replaces a stock one where `worker.gpu` is imported. An engine without a policy
+    in the same process gets stock kernels and metadata, over the cache layout here.
+    """
 
     keys_are_columns = False
     # From vLLM 0.33 on, a model may write to the cache itself and pass no keys, which

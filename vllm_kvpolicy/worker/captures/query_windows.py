@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.sizes import query_rows
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
@@ -67,15 +65,6 @@ class QueryWindows(Capture):
         self.targets = torch.full(shape, UNWANTED, dtype=torch.int64, device=device)
         self._is_captured, self._is_planned = is_captured, False
         self._lent: dict[str, tuple[int, ...]] = {}  # superblocks with queries
-
-    @classmethod
-    def of_engine(cls, vllm_config: Any, device: torch.device) -> "QueryWindows":
-        return cls(
-            query_rows(vllm_config),
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            device,
-            compat.captures_attention(vllm_config),
-        )
 
     @property
     def nbytes(self) -> int:

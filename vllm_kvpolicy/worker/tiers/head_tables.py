@@ -11,6 +11,7 @@ Where graphs are captured the tensors stay in place, so that a graph reads what 
 of its replay has put there.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -67,11 +68,6 @@ class HeadTables:
         # By row, pages of the longest list and of all, on the rank that has most.
         self._counts = np.zeros((2, size), dtype=np.int64)
         self._arriving: dict[int, tuple[HostCopy, int]] = {}
-
-    @staticmethod
-    def nbytes(num_requests: int, max_global_blocks: int, num_heads: int) -> int:
-        """Return the bytes of the tables on the device, int32 all of them."""
-        return 4 * num_requests * (max_global_blocks * num_heads + num_heads + 1)
 
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
         """Empty the lists in rows that a new request takes over."""
@@ -230,6 +226,9 @@ class FoldedTables:
         num_rows, num_pages: B rows of C pages at most.
         is_final: they must not be replaced, since graphs read them.
 
+    Raises:
+        ValueError: the device has no room for them.
+
     Attributes:
         pages: [L, B, H, C] int32 page ids.
         offsets: [L, B, H] int32, pages of a head minus superblocks of its request.
@@ -248,39 +247,21 @@ class FoldedTables:
         is_final: bool = False,
     ) -> None:
         self.is_final = is_final
-        shape = num_layers, num_rows, num_heads, num_pages
-        self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
-        self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
         self.filled: list[tuple[str, int] | None] = [None] * num_rows
-
-    @classmethod
-    def of_engine(
-        cls,
-        num_layers: int,
-        num_heads: int,
-        num_rows: int,
-        num_pages: int,
-        device: torch.device,
-        is_final: bool,
-    ) -> "FoldedTables":
-        """Return tables of an engine, and say in the log how large they are.
-
-        Raises:
-            ValueError: the device has no room for them.
-        """
-        size = 4 * num_layers * num_rows * num_heads * num_pages / 2**20
+        shape = num_layers, num_rows, num_heads, num_pages
+        size = 4 * math.prod(shape) / 2**20
         try:
-            found = cls(num_layers, num_heads, num_rows, num_pages, device, is_final)
+            self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
+            self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"kv_policy: per-head page tables of {num_rows} requests with "
                 f"{num_pages} pages each take {size:.0f} MiB, more than the device "
                 "has free; lower --max-num-seqs or --max-model-len"
             ) from None
-        if size:
+        if is_final:
             logger.info("KV policy: %.0f MiB for per-head page tables", size)
-        return found
 
     @property
     def nbytes(self) -> int:
