@@ -85,7 +85,7 @@ class World:
         places[:, self.lent, 0] = queries[:, :2].to(dtype)
         apart = [layer.clone() for layer in whole]
         self.pool = PagePool(apart if "apart" in layout else list(whole), False)
-        self.null = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
+        self.null = self.pool.null_pages.flatten()
         self.is_ragged, self.is_dynamic = layout != "equal", layout == DYNAMIC
         self.requests = RequestTable(len(REQUESTS), BLOCKS, BLOCK, CPU)
         self.windows = QueryWindows(1, 0, CPU)

@@ -114,7 +114,7 @@ class Step:
         quest = Quest(quest_budget=budget)
         self.selection = PageSelection(quest, ["q"], self.requests, self.pool, GROUP)
         self.selection.bounds[0].fill_(torch.nan)  # of all layers, one tensor
-        own = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
+        own = self.pool.null_pages.flatten()
         self.own = own
         self.lists = HeadTables(6, MOST, own, HEADS, CPU)
         self.folder = Folder(
@@ -209,7 +209,7 @@ def test_every_query_reads_what_it_chooses(
     assert isinstance(batch, SelectedBatch)
     num_tokens = sum(counts)
     if max(counts) == 1:
-        assert batch.order is None
+        assert batch.folded.order is None
     for layer in range(LAYERS):
         shape = num_tokens + 1, HEADS * GROUP, DIM  # a token of padding behind
         query = torch.randn(shape, generator=step.draws)

@@ -16,10 +16,7 @@ from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.step import Step
 
 LAYERS, SIZE, SLOTS, STEP_TOKENS, MAX_LEN = 4, 8, 5, 128, 100
-HIDDEN = (
-    TokenSignal("hidden", 1, 1),
-    TokenSignal("hidden", Fraction(1, 2), 3),
-)
+HIDDEN = (TokenSignal("hidden", 1, 1), TokenSignal("hidden", Fraction(1, 2), 3))
 SIGNALS = (*HIDDEN, TokenSignal("key"), TokenSignal("value"))
 
 

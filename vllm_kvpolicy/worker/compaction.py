@@ -31,7 +31,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.compose import POSITIONS
 from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
-from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.layers import no_sinks
@@ -40,7 +40,7 @@ from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.tier import PageCounts, Tier
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, Tier
 from vllm_kvpolicy.worker.transfer import Integers, to_device_together
 
 
@@ -81,32 +81,6 @@ def merge_dropped(
             taken = torch.take_along_dim(before, others[..., None], dim=1)
             rows = slots, taken.flatten(0, 1), weights.flatten()
             merge_pages(pages[group], *rows, pool.scales(name, layers.flatten()))
-
-
-@dataclass(frozen=True)
-class EventAnswer:
-    """How many pages some requests held and hold, on its way to the host.
-
-    Args:
-        counts: pages of all layers and heads that what was held below the new frontier
-            took, and that its survivors take.
-        num_heads: pages in a superblock.
-    """
-
-    events: Sequence[CompactEvent]
-    counts: PageCounts
-    num_heads: int
-
-    def read(self) -> list[tuple[CompactEvent, int, UsedBlocks]]:
-        """Wait for it; return each event, the superblocks held, and the answer."""
-        before, after, found = self.counts.before, self.counts.after.read()[1], []
-        pages = map(int, before), map(int, after)
-        for event, held, used in zip(self.events, *pages, strict=True):
-            blocks = -(-used // self.num_heads)
-            slack = blocks - used / self.num_heads
-            answer = UsedBlocks(event.request_id, event.serial, blocks, slack)
-            found.append((event, -(-held // self.num_heads), answer))
-        return found
 
 
 @dataclass(frozen=True)
@@ -266,9 +240,7 @@ class Compactor:
 
     @staticmethod
     def _positions(
-        remembered: torch.Tensor,
-        lengths: torch.Tensor,
-        end: torch.Tensor,
+        remembered: torch.Tensor, lengths: torch.Tensor, end: torch.Tensor
     ) -> torch.Tensor:
         """Return [E, n, T] int64 true positions; `remembered` holds them plus one.
 
@@ -343,12 +315,10 @@ class Compactor:
             self.trace.record(batch, choice.decision, destinations)
         if self.live is not None:
             self.live.tell(batch, destinations)
-        counts = self.tier.commit(batch, destinations.lists)
+        answer = self.tier.commit(batch, destinations.lists)
         self.requests.update(batch.rows, batch.events, batch.sent)
         self._remember(batch, choice, destinations)
-        if counts is None or not batch.policy.dynamic:
-            return []
-        return [EventAnswer(batch.events, counts, self.tier.num_heads)]
+        return [answer] if answer is not None and batch.policy.dynamic else []
 
     def _remember(
         self, batch: Batch, choice: Choice, destinations: Destinations

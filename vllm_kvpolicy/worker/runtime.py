@@ -14,10 +14,10 @@ from vllm_kvpolicy.observe.metrics import WorkerCounters
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.worker.captures.capture import Capture
-from vllm_kvpolicy.worker.compaction import Compactor, EventAnswer
+from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.tier import StepMetadata, Tier
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier
 
 
 class KVPolicyRuntime:

@@ -334,11 +334,10 @@ class WorkerSetup:
                 "move between layers; a request holds as many superblocks as its "
                 "largest layer needs"
             )
-        block = torch.zeros(1, 1, dtype=torch.int64, device=self.requests.device)
         lists = HeadTables(
             num_requests=self.requests.null_row,
             max_global_blocks=self.side_tables.global_blocks(pool.num_blocks),
-            own_page=pool.own_pages(block).flatten(),
+            own_page=pool.null_pages.flatten(),
             stride=pool.num_heads,
             device=self.requests.device,
             ranks=self.ranks,

@@ -18,11 +18,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.sizes import (
-    SlidingGroups,
-    max_blocks_per_request,
-    sliding_groups,
-)
+from vllm_kvpolicy.sizes import SlidingGroups, max_blocks_per_request, sliding_groups
 from vllm_kvpolicy.worker.layers import has_sinks
 from vllm_kvpolicy.worker.setup import prepare, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank

@@ -111,10 +111,7 @@ class Chain:
         self.blocks = BlockPool(setup.num_blocks, False, hash_block_size=SIZE)
         self.planner = Planner(PlannerLimits(SIZE, 3))
         spec = KVPolicySpec(
-            block_size=SIZE,
-            num_kv_heads=HEADS,
-            head_size=DIM,
-            dtype=torch.float32,
+            block_size=SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
         )
         self.manager = KVPolicyManager(
             spec,

@@ -21,7 +21,7 @@ from vllm_kvpolicy.worker.backends.mixins import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
-from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 
 
 class KVPolicyCPUMetadataBuilder(
@@ -40,7 +40,7 @@ class KVPolicyCPUMetadataBuilder(
             self._set_isa_to_layers(self.layer_names)
 
     def folded_layer(
-        self, built: Any, batch: LayerBatch, **changes: Any
+        self, built: Any, batch: FoldedBatch, **changes: Any
     ) -> CPUAttentionMetadata:
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(batch.lengths),

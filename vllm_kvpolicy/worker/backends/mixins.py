@@ -14,7 +14,6 @@ from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
-    LayerBatch,
     fold_queries,
     unfold_output,
 )
@@ -32,7 +31,7 @@ class FoldedMetadata:
     """
 
     batch: FoldedBatch | SelectedBatch
-    stock: Callable[[LayerBatch], Any]
+    stock: Callable[[FoldedBatch], Any]
     max_queries: int
     exact: VisibleUntil | None
 
@@ -103,7 +102,7 @@ class KVPolicyMetadataBuilderMixin:
             )
         return built
 
-    def folded_layer(self, built: Any, batch: LayerBatch, **changes: Any) -> Any:
+    def folded_layer(self, built: Any, batch: FoldedBatch, **changes: Any) -> Any:
         """Return stock metadata of one layer over a folded batch.
 
         Args:

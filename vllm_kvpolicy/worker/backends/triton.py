@@ -14,7 +14,7 @@ from vllm_kvpolicy.worker.backends.mixins import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
-from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 
 
 class KVPolicyTritonMetadataBuilder(
@@ -23,7 +23,7 @@ class KVPolicyTritonMetadataBuilder(
     """Stock Triton metadata over physical tables."""
 
     def folded_layer(
-        self, built: Any, batch: LayerBatch, **changes: Any
+        self, built: Any, batch: FoldedBatch, **changes: Any
     ) -> TritonAttentionMetadata:
         """Return stock metadata of one layer over a folded batch.
 

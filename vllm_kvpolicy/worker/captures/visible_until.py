@@ -17,7 +17,7 @@ from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step, StepTokens
-from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.transfer import to_device
 
 
@@ -158,7 +158,7 @@ class VisibleUntil(Capture):
     def attend(
         self,
         layer: int,
-        batch: LayerBatch,
+        batch: FoldedBatch,
         queries: torch.Tensor,
         result: torch.Tensor,
         scale: float,

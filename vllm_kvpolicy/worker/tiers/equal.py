@@ -16,7 +16,7 @@ from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
@@ -150,7 +150,7 @@ class EqualTier(Tier):
             unmoved = (pages == before).flatten(1)
         return PageLists(first, pages.flatten(1), unmoved)
 
-    def commit(self, batch: Batch, lists: PageLists) -> PageCounts | None:
+    def commit(self, batch: Batch, lists: PageLists) -> EventAnswer | None:
         """Remember nothing: stock pages follow from the superblocks."""
         return None
 

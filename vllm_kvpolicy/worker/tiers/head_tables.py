@@ -13,7 +13,7 @@ of its replay has put there.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,15 +154,19 @@ SPARE = 8  # rows and columns by which a batch may grow before tables are replac
 
 
 @dataclass(frozen=True)
-class LayerBatch:
-    """What one layer of a step reads, rows in the order (request, KV head).
+class FoldedBatch:
+    """What attention reads in a step, rows in the order (request, KV head).
+
+    Of a single layer, it has no axis L.
 
     Args:
-        tables: [R * H, C] int32 page ids.
-        lengths: [R * H] int32, tokens that each row reads, this step's included.
+        tables: [L, R * H, C] int32 page ids.
+        lengths: [L, R * H] int32, tokens that each row reads, this step's included.
         query_start: [R * H + 1] int32, first query token of each row.
-        max_length: see `FoldedBatch`.
-        order: see `FoldedBatch`.
+        max_length: no row holds more. For a batch without requests, with which a graph
+            may be captured, it is vLLM's bound, since replays will hold more.
+        order: [T * H] int64, place of each (token, KV head) among the folded queries;
+            None where every request has one token, so that folding is a view.
         ends: [R * H] int32, logical position after each row's newest token; None where
             attention does not need it.
     """
@@ -172,50 +176,20 @@ class LayerBatch:
     query_start: torch.Tensor
     max_length: int
     order: torch.Tensor | None
-    ends: torch.Tensor | None
+    ends: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Folded query tokens: those of the step, once for each KV head."""
-        return len(self.lengths if self.order is None else self.order)
+        return len(self.query_start) - 1 if self.order is None else len(self.order)
 
-
-@dataclass(frozen=True)
-class FoldedBatch:
-    """Page tables of a step, rows in the order (request, KV head).
-
-    Args:
-        tables: [L, R * H, C] int32 page ids.
-        lengths: [L, R * H] int32, tokens that each row holds, this step's included.
-        query_start: [R * H + 1] int32, first query token of each row.
-        max_length: no row holds more. For a batch without requests, with which a graph
-            may be captured, it is vLLM's bound, since replays will hold more.
-        order: [T * H] int64, place of each (token, KV head) among the folded queries;
-            None where every request has one token, so that folding is a view.
-        ends: see `LayerBatch`.
-    """
-
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    query_start: torch.Tensor
-    max_length: int
-    order: torch.Tensor | None
-    ends: torch.Tensor | None = None
-
-    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+    def of_layer(self, layer: int, query: torch.Tensor) -> "FoldedBatch":
         """Return what one layer reads: all that is held.
 
         Args:
             query: [T, Hq, D] model dtype, post-RoPE.
         """
-        return LayerBatch(
-            self.tables[layer],
-            self.lengths[layer],
-            self.query_start,
-            self.max_length,
-            self.order,
-            self.ends,
-        )
+        return replace(self, tables=self.tables[layer], lengths=self.lengths[layer])
 
 
 class FoldedTables:

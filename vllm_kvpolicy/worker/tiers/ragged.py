@@ -20,7 +20,7 @@ from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
-from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers
 
 
@@ -137,15 +137,14 @@ class RaggedTier(Tier):
             self.num_groups,
         )
 
-    def commit(self, batch: Batch, lists: PageLists) -> PageCounts:
+    def commit(self, batch: Batch, lists: PageLists) -> EventAnswer:
         """Remember the lists, and look at their pages where queries choose."""
         leaving = np.array([len(event.leaving_blocks) for event in batch.events])
         before = self.lists.held(batch.rows) + leaving * self.num_heads
-        own = batch.rows, batch.index, lists.first, lists.pages
-        after = self.lists.update(*own)
+        after = self.lists.update(batch.rows, batch.index, lists.first, lists.pages)
         if self.selection is not None:
             self.selection.update(batch.rows, batch.events, lists.pages)
-        return PageCounts(before, after)
+        return EventAnswer(batch.events, before, after, self.num_heads)
 
     def metadata(self, step: Step) -> StepMetadata:
         """Return vLLM's metadata with page tables per head; see `Tier`."""
