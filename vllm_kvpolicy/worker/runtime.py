@@ -5,19 +5,16 @@ layers of their own model, never through a global.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from vllm_kvpolicy.observe.metrics import WorkerCounters
-from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.compaction import Compactor
-from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata
 
 
 class KVPolicyRuntime:
@@ -30,18 +27,10 @@ class KVPolicyRuntime:
             by the worker mixin.
     """
 
-    def __init__(
-        self,
-        policies: Mapping[str, Policy],
-        requests: RequestTable,
-        tier: Tier,
-        captures: Sequence[Capture],
-        compactor: Compactor,
-        counters: WorkerCounters,
-    ) -> None:
-        self.policies, self.requests = policies, requests
-        self.tier, self.captures, self.compactor = tier, captures, compactor
-        self.counters = counters
+    def __init__(self, compactor: Compactor, counters: WorkerCounters) -> None:
+        self.compactor, self.counters = compactor, counters
+        self.policies, self.requests = compactor.policies, compactor.requests
+        self.tier, self.captures = compactor.tier, compactor.captures
         self._answers: list[EventAnswer] = []
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
         self._commands: StepCommands | None = None

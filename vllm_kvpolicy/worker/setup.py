@@ -247,23 +247,27 @@ class WorkerSetup:
             keys_are_columns: see `worker.pages.PagePool`.
         """
         caches = [layer.kv_cache for layer in self.layers]
-        float8 = Float8.of_layers(self.layers)
-        pool = PagePool(caches, keys_are_columns, float8)
+        pool = PagePool(caches, keys_are_columns, Float8.of_layers(self.layers))
         for index, layer in enumerate(self.layers):
             check_layout(layer, pool, index)
         for capture in self.captures:
             capture.bind(pool)
-        tier = self._tier(pool)
         counters = WorkerCounters(
             own_engine(self.vllm_config), pool.block_size, counts=not self.shard.rank
         )
         compactor = Compactor(
             policies=self.policies,
             pool=pool,
-            tier=tier,
+            tier=self._tier(pool),
             requests=self.requests,
             captures=self.captures,
-            memory=self._memory(pool),
+            memory=SurvivorMemory(
+                names=remembered(self.needs),
+                requests=self.requests,
+                num_blocks=pool.num_blocks,
+                num_heads=self.side_tables.num_heads,
+                max_local_tokens=self.side_tables.max_local_tokens,
+            ),
             rope=self.rope,
             scale=self.layers[0].impl.scale,
             trace=self._trace(partial(counters.note_off, TRACE)),
@@ -272,9 +276,7 @@ class WorkerSetup:
             most_tokens=self._most_tokens(pool),
             sink_logits=logits_reader(self.layers),
         )
-        runtime = KVPolicyRuntime(
-            self.policies, self.requests, tier, self.captures, compactor, counters
-        )
+        runtime = KVPolicyRuntime(compactor, counters)
         for index, layer in enumerate(self.layers):
             layer.kv_policy_runtime = runtime
             layer.kv_policy_index = index
@@ -289,25 +291,13 @@ class WorkerSetup:
         events = DummyEvents(self.config, most, *sizes, longest, self.query_rows)
         return events.most_tokens()
 
-    def _memory(self, pool: PagePool) -> SurvivorMemory:
-        sizes = self.side_tables
-        return SurvivorMemory(
-            names=remembered(self.needs),
-            requests=self.requests,
-            num_blocks=pool.num_blocks,
-            num_heads=sizes.num_heads,
-            max_local_tokens=sizes.max_local_tokens,
-        )
-
     def _trace(self, on_off: Callable[[], None]) -> Tracer | None:
-        folder = self.config.trace_dir
-        if not folder:
+        if not self.config.trace_dir:
             return None
         engine = self.vllm_config.parallel_config.data_parallel_index
         name = trace_name(self.shard, engine)
-        if name is None:
-            return None
-        return Tracer(folder, self.requests.block_size, on_off, name=name)
+        sizes = self.config.trace_dir, self.requests.block_size
+        return None if name is None else Tracer(*sizes, on_off, name=name)
 
     def _live(self, on_off: Callable[[], None]) -> LiveEvents | None:
         """Return what shows events; of heads with copies, the first rank shows them."""
