@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.block_pool import BlockPool
 
 from support.worker.chain_oracle import Chosen, Rules, is_ascending, survivors
@@ -22,14 +23,13 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.policies.compose import POSITIONS
-from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.protocol import CompactEvent, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import Folder
 
 LAYERS, HEADS, SIZE, DIM = 2, 3, 4, 4
 NUM_HEADS = LAYERS * HEADS
@@ -154,7 +154,10 @@ class Chain:
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation
         self.requests = RequestTable(MOST_LIVE, LONGEST, SIZE, CPU)
-        self.compactor = self._compactor()
+        counters: Any = SimpleNamespace(
+            add_events=lambda *given: None, add_tokens=lambda *given: None
+        )
+        self.runtime = KVPolicyRuntime(self._compactor(), counters)
         self.live: dict[str, Live] = {}
         self.late: list[tuple[int, UsedBlocks]] = []
         self.gone: set[str] = set()
@@ -167,12 +170,11 @@ class Chain:
             yield layer if self.setup.one_allocation else layer.clone()
 
     def _compactor(self) -> Compactor:
-        tier = make_tier(self.setup.is_ragged, self.requests, self.pool, LONGEST)
-        self.folder: Folder | None = getattr(tier, "folder", None)
+        sizes = LONGEST, MOST_LIVE, LONGEST // SIZE + 2
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
-            tier=tier,
+            tier=make_tier(self.setup.is_ragged, self.requests, self.pool, *sizes),
             requests=self.requests,
             captures=[],
             memory=SurvivorMemory(
@@ -208,12 +210,7 @@ class Chain:
         counts: dict[str, int] = {}
         for name in rng.sample(list(self.live), len(self.live)):
             self._schedule(name, counts)
-        events = self.planner.finish_step(counts).events
-        self.requests.drop(self.gone)
-        if self.folder is not None:
-            self.folder.forget(self.gone | {event.request_id for event in events})
-        self.gone = set()
-        answers = self._execute(events)
+        answers = self._execute(self.planner.finish_step(counts))
         for name, count in counts.items():
             self._write(name, count)
         self.totals["steps"] += 1
@@ -295,18 +292,19 @@ class Chain:
 
     # -- the worker's half ------------------------------------------------------
 
-    def _execute(self, events: tuple[CompactEvent, ...]) -> list[UsedBlocks]:
+    def _execute(self, commands: StepCommands) -> Sequence[UsedBlocks]:
         """Run a step's events and learn from the policy what should be left."""
+        events = commands.events
         self.totals["events"] += len(events)
         self.totals["crowded steps"] += len(events) > 1
         seen = getattr(self.setup.policy, "seen", [])
         seen.clear()
-        found = [row for each in self.compactor.run(events) for row in each.read()]
-        answers = [used for _, _, used in found]
+        self.runtime.begin(commands, self.gone)
+        self.gone, answers = set(), self.runtime.take_answers()
         notes = {note.request: note for note in seen}
         for event in events:
             self._expect(event, notes.get(self.live[event.request_id].number))
-        return answers
+        return answers() if answers is not None else ()
 
     def _expect(self, event: CompactEvent, note: Seen | None) -> None:
         """Follow one event; `note` is what the policy saw of it."""
@@ -384,37 +382,36 @@ class Chain:
         rows = [[b.block_id for b in self.manager.req_to_blocks[n]] for n in names]
         width = max(map(len, rows)) + 1
         padded = [row + [0] * (width - len(row)) for row in rows]
-        ends = torch.tensor([self.live[name].computed for name in names])
+        ends = torch.tensor([self.live[name].computed for name in names]).int()
+        self.runtime.batch_request_ids = lambda: names
         queries = torch.tensor([counts.get(name, 1) for name in names])
         starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
-        common = SimpleNamespace(
-            num_reqs=len(names),
-            max_query_len=int(queries.max()),
-            seq_lens_cpu_upper_bound=ends,
-            seq_lens=ends.int(),
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            block_table_tensor=torch.tensor(padded, dtype=torch.int32),
+        found = self.runtime.build(
+            CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=ends,
+                seq_lens_cpu_upper_bound=ends,
+                num_reqs=len(names),
+                num_actual_tokens=int(starts[-1]),
+                max_query_len=int(queries.max()),
+                max_seq_len=int(ends.max()),
+                block_table_tensor=torch.tensor(padded, dtype=torch.int32),
+                slot_mapping=torch.empty(0),
+            )
         )
-        tables, lengths = self._stock(common, names)
-        if self.folder is not None and len(self.requests):
-            folded = self.folder.fold(common, names)
-            tables = folded.tables.unflatten(1, (-1, HEADS))
-            lengths = folded.lengths.unflatten(1, (-1, HEADS))
+        self.runtime.end()
+        if found.folded is not None:
+            tables = found.folded.tables.unflatten(1, (-1, HEADS))
+            lengths = found.folded.lengths.unflatten(1, (-1, HEADS))
+        else:  # what stock attention reads
+            common = found.common
+            pages = self.pool.own_pages(common.block_table_tensor.long())
+            tables = pages.transpose(0, 1)
+            lengths = common.seq_lens[:, None].expand(LAYERS, len(names), HEADS)
         for index, name in enumerate(names):
             pages, sizes = tables[:, index].flatten(0, 1), lengths[:, index].flatten()
             self._check_request(name, set(rows[index]), pages, sizes.tolist())
-
-    def _stock(
-        self, common: Any, names: list[str]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return page ids [L, R, H, P] and lengths [L, R, H] of stock attention."""
-        slots = torch.from_numpy(self.requests.rows(names, len(names)))
-        table = common.block_table_tensor
-        physical = PhysicalTables(self.requests, *table.shape)
-        blocks, held = physical.fill(slots, table, common.seq_lens, table.shape[1])
-        lengths = held[:, None].expand(LAYERS, len(names), HEADS)
-        return self.pool.own_pages(blocks.long()).transpose(0, 1), lengths
 
     def _check_request(
         self, name: str, row: set[int], pages: torch.Tensor, lengths: list[int]
