@@ -112,12 +112,7 @@ class Compactor:
 
     @torch.inference_mode()
     def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
-        """Carry out a step's events.
-
-        Returns:
-            What the scheduler has to hear, where the policy may leave some of the
-            destinations empty.
-        """
+        """Carry out a step's events; return the answers of dynamic policies."""
         batches = self._batches(events)
         return [answer for batch in batches for answer in self._run_batch(batch)]
 
@@ -148,8 +143,6 @@ class Compactor:
         self._move(batch, choice, destinations)
         return self._commit(batch, choice, destinations)
 
-    # -- open --------------------------------------------------------------------------
-
     def _open(self, events: Sequence[CompactEvent]) -> Batch:
         """Find the requests' rows and pages; first events find theirs empty."""
         policy = self.policies[events[0].policy]
@@ -179,8 +172,6 @@ class Compactor:
                 numbers |= capture.numbers(events, needs)
         return numbers
 
-    # -- decide ------------------------------------------------------------------------
-
     def _decide(self, batch: Batch) -> Choice:
         """Ask the policy which tokens survive."""
         inputs = self._inputs(batch)
@@ -200,7 +191,11 @@ class Compactor:
         )
         shape = (len(end), self.pool.num_layers, self.pool.num_heads)
         names = remembered(needs)
-        memory = self._recalled(batch, names)
+        memory: dict[str, torch.Tensor] = {}  # of held tokens, [E, n, T] float32
+        if names:
+            index, first = batch.index, self.tier.starts(batch.index)
+            values = self.memory.read(names, index, first, held.max_tokens)
+            memory = dict(zip(names, values, strict=True))
         optional: dict[str, Any] = {}
         if needs.positions:
             positions = self._positions(memory.pop(POSITIONS), lengths, end)
@@ -228,16 +223,6 @@ class Compactor:
             **optional,
         )
 
-    def _recalled(
-        self, batch: Batch, names: tuple[str, ...]
-    ) -> dict[str, torch.Tensor]:
-        """Return what is remembered of the held tokens, [E, n, T] float32 by name."""
-        if not names:
-            return {}
-        index, first = batch.index, self.tier.starts(batch.index)
-        values = self.memory.read(names, index, first, batch.held.max_tokens)
-        return dict(zip(names, values, strict=True))
-
     @staticmethod
     def _positions(
         remembered: torch.Tensor, lengths: torch.Tensor, end: torch.Tensor
@@ -249,8 +234,6 @@ class Compactor:
         token = torch.arange(remembered.shape[-1], device=end.device)
         recent = end[:, None, None] - lengths[..., None] + token
         return torch.where(remembered > 0, remembered.long() - 1, recent)
-
-    # -- place -------------------------------------------------------------------------
 
     def _place(self, batch: Batch, choice: Choice) -> Destinations:
         """Round the choice to whole pages; next-best tokens fill them up."""
@@ -280,8 +263,6 @@ class Compactor:
             lists = replace(lists, pages=pages, unmoved=unmoved)
         return Destinations(lists, sources)
 
-    # -- move --------------------------------------------------------------------------
-
     def _move(self, batch: Batch, choice: Choice, destinations: Destinations) -> None:
         """Copy survivors to their pages, and merge into them what they take in."""
         held, lists, pool = batch.held, destinations.lists, self.pool
@@ -304,8 +285,6 @@ class Compactor:
                 compact_pages(pages, *slots, moves.first[group], stays)
         if choice.decision.merge is not None:
             merge_dropped(pool, held, destinations, choice, moves)
-
-    # -- commit ------------------------------------------------------------------------
 
     def _commit(
         self, batch: Batch, choice: Choice, destinations: Destinations

@@ -23,6 +23,7 @@ from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.policies.base import LoadedModel, Needs, Policy
 from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.policies.model_files import ModelShape
+from vllm_kvpolicy.policies.names import ResolvedPolicy
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.capture import Capture
@@ -205,14 +206,9 @@ class WorkerSetup:
             is_early_ours: `early_bytes` are taken from the same memory.
         """
         readers = {
-            VALUES: self._readers(remembered),
-            PAGES: self._those(
-                lambda name: (
-                    self.config.resolved(name).info.selection
-                    or self.policies[name].needs.until
-                )
-            ),
-            LISTS: self._ragged(),
+            VALUES: self._those(lambda needs, own: remembered(needs)),
+            PAGES: self._those(lambda needs, own: own.info.selection or needs.until),
+            LISTS: self._those(lambda needs, own: own.is_ragged),
         }
         beside = self.side_tables.parts(num_blocks)
         later = [Share(kind, size, readers[kind]) for kind, size in beside.items()]
@@ -220,25 +216,28 @@ class WorkerSetup:
 
     def _early_shares(self) -> list[Share]:
         is_folded = isinstance(self.tables, FoldedTables)
-        attending = self._ragged() if is_folded else tuple(self.policies)
+        shares = []
+        for each in self.captures:
+            needs = {name: policy.needs for name, policy in self.policies.items()}
+            readers = tuple(name for name in needs if each.serves(needs[name]))
+            shares.append(Share(each.holds, each.nbytes, readers))
         rows = self.requests.global_blocks.nbytes
+        attending = self._those(lambda needs, own: own.is_ragged or not is_folded)
         return [
-            *(
-                Share(each.holds, each.nbytes, self._readers(each.serves))
-                for each in self.captures
-            ),
+            *shares,
             Share("blocks of requests", rows, tuple(self.policies)),
             Share("page tables of a step", self.tables.nbytes, attending),
         ]
 
-    def _ragged(self) -> tuple[str, ...]:
-        return self._those(lambda name: self.config.resolved(name).is_ragged)
-
-    def _readers(self, reads: Callable[[Needs], object]) -> tuple[str, ...]:
-        return self._those(lambda name: reads(self.policies[name].needs))
-
-    def _those(self, wants: Callable[[str], object]) -> tuple[str, ...]:
-        return tuple(name for name in self.policies if wants(name))
+    def _those(
+        self, wants: Callable[[Needs, ResolvedPolicy], object]
+    ) -> tuple[str, ...]:
+        """Return the names of policies by their needs and their configuration."""
+        return tuple(
+            name
+            for name, policy in self.policies.items()
+            if wants(policy.needs, self.config.resolved(name))
+        )
 
     def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
         """Build the runtime over vLLM's KV caches and attach it to the layers.

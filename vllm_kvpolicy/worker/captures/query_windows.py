@@ -63,12 +63,9 @@ class QueryWindows(Capture):
     ) -> None:
         shape = (step_tokens, num_parts)
         self.targets = torch.full(shape, UNWANTED, dtype=torch.int64, device=device)
+        self.nbytes = self.targets.nbytes
         self._is_captured, self._is_planned = is_captured, False
         self._lent: dict[str, tuple[int, ...]] = {}  # superblocks with queries
-
-    @property
-    def nbytes(self) -> int:
-        return self.targets.nbytes
 
     def bind(self, pool: PagePool) -> None:
         """Save into this pool from now on."""

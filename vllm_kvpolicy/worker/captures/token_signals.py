@@ -133,15 +133,11 @@ class TokenSignals(Capture):
         self._variances = {
             kind: change.new_zeros(self.num_layers, len(change)) for kind in kinds
         }
+        of_step = len(self._steps) * (left.nbytes + change.nbytes)
+        tensors = [self._table, self._before, self._after, *self._variances.values()]
+        self.nbytes = of_step + sum(tensor.nbytes for tensor in tensors)
         # Row and position of each token of the step.
         self._plan: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [self._table, self._before, self._after, *self._variances.values()]
-        for step in self._steps.values():
-            tensors += [step.left, step.change]
-        return sum(tensor.nbytes for tensor in tensors)
 
     def attach(self, model: nn.Module) -> None:
         """Hook the model; before it is compiled or captured.

@@ -61,18 +61,11 @@ class VisibleUntil(Capture):
         self._own = torch.zeros(step_tokens, dtype=torch.int64, device=device)
         self._governed = torch.zeros_like(self._own)
         self._position = torch.zeros_like(self._own)
+        self.nbytes = 3 * self._own.nbytes + decider.nbytes
+        self.page_bytes = 4 * block_size  # an int32 for each slot
         self.pool: PagePool
         self.until: list[torch.Tensor] = []
         self._base: list[int] = []
-
-    @property
-    def nbytes(self) -> int:
-        return 3 * self._own.nbytes + self.decider.nbytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes that it needs for each head page: an int32 for each of its slots."""
-        return 4 * self._block_size
 
     def bind(self, pool: PagePool) -> None:
         """Allocate a value for each slot of a pool."""

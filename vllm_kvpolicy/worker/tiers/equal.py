@@ -61,21 +61,10 @@ class PhysicalTables:
             [R, width] int32 superblocks and [R] int32 tokens held, views.
         """
         tables, lengths = self.tables[: len(rows), :width], self.lengths[: len(rows)]
-        requests = self.requests
-        survivors = (
-            requests.global_blocks,
-            requests.num_global,
-            requests.frontier_blocks,
-        )
-        page_tables(
-            tables,
-            lengths,
-            rows,
-            block_table,
-            seq_lens,
-            *survivors,
-            requests.block_size,
-        )
+        own = self.requests
+        survivors = own.global_blocks, own.num_global, own.frontier_blocks
+        step = rows, block_table, seq_lens
+        page_tables(tables, lengths, *step, *survivors, own.block_size)
         return tables, lengths
 
 

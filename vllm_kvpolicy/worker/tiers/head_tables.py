@@ -148,8 +148,6 @@ class HeadTables:
         )
 
 
-# -- tables of a step ----------------------------------------------------------
-
 SPARE = 8  # rows and columns by which a batch may grow before tables are replaced
 
 
@@ -304,14 +302,13 @@ class Folder:
         lengths = tables.lengths[:, :num_rows]
         torch.add(held, offsets, alpha=requests.block_size, out=lengths)
         query_start = tables.starts[: num_rows * num_heads + 1]
+        longest = width * requests.block_size if request_ids else common.max_seq_len
         fold_starts(query_start, starts, self._head)
         return FoldedBatch(
             tables=tables.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
             query_start=query_start,
-            max_length=width * requests.block_size
-            if request_ids
-            else common.max_seq_len,
+            max_length=longest,
             order=order,
         )
 
