@@ -193,7 +193,7 @@ class Compactor:
         names = remembered(needs)
         memory: dict[str, torch.Tensor] = {}  # of held tokens, [E, n, T] float32
         if names:
-            index, first = batch.index, self.tier.starts(batch.index)
+            index, first = batch.sent["rows"], self.tier.starts(batch.sent["rows"])
             values = self.memory.read(names, index, first, held.max_tokens)
             memory = dict(zip(names, values, strict=True))
         optional: dict[str, Any] = {}
@@ -310,7 +310,7 @@ class Compactor:
             return
         rows = [value.flatten(1, 2) for value in values.values()]
         stacked = rows[0][None] if len(rows) == 1 else torch.stack(rows)
-        names, index = tuple(values), batch.index
+        names, index = tuple(values), batch.sent["rows"]
         self.memory.write(names, index, stacked, destinations.sources, batch.held)
 
 

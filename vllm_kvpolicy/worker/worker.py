@@ -167,11 +167,7 @@ class KVPolicyWorkerMixin:
 
 
 class LateAnswers(AsyncModelRunnerOutput):
-    """An asynchronous output that carries the answers to its step's events.
-
-    Args:
-        read_answers: waits for the answers and returns them.
-    """
+    """An asynchronous output that carries the answers to its step's events."""
 
     def __init__(
         self,

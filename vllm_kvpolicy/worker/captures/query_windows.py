@@ -68,7 +68,6 @@ class QueryWindows(Capture):
         self._lent: dict[str, tuple[int, ...]] = {}  # superblocks with queries
 
     def bind(self, pool: PagePool) -> None:
-        """Save into this pool from now on."""
         self.pool = pool
 
     def plan(self, step: Step) -> None:
@@ -95,7 +94,6 @@ class QueryWindows(Capture):
         self._is_planned = True
 
     def end_step(self) -> None:
-        """Save nothing until the next `plan`."""
         if self._is_planned:
             self.targets.fill_(UNWANTED)
         self._is_planned = False
@@ -123,13 +121,11 @@ class QueryWindows(Capture):
     def numbers(
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
-        """Return where the windows of events are; see `Capture.numbers`."""
         part = np.arange(needs.window_tokens * self.targets.shape[1])
         blocks = np.array([event.window_blocks for event in events])
         return {"window_rows": self._rows(blocks, part)}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
-        """Return the newest queries of the batch's requests."""
         window_tokens = batch.policy.needs.window_tokens
         queries = self.queries(batch.sent["window_rows"], window_tokens)
         self.drop([event.request_id for event in batch.events])

@@ -43,7 +43,6 @@ class HiddenStep(Buffers):
     """
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Measure one forward pass of the layer; see `_note_hidden_step`."""
         torch.ops.vllm_kvpolicy.note_hidden_step(
             hidden, residual, self.before, self.after, self.left, self.change
         )
@@ -195,11 +194,9 @@ class TokenSignals(Capture):
     def numbers(
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
-        """Return the rows of the requests; see `Capture.numbers`."""
         return {"signal_rows": self.rows_of([event.request_id for event in events])}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
-        """Return the signals of the batch's requests up to their events."""
         longest = max(event.position for event in batch.events)
         return {"signals": self.values(batch.sent["signal_rows"], longest)}
 

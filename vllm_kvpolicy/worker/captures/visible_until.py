@@ -68,7 +68,6 @@ class VisibleUntil(Capture):
         self._base: list[int] = []
 
     def bind(self, pool: PagePool) -> None:
-        """Allocate a value for each slot of a pool."""
         num_heads = pool.num_blocks * pool.num_heads
         num_pages = num_heads * (pool.num_layers if pool.spans_layers else 1)
         shape = num_pages, pool.block_size
@@ -82,7 +81,6 @@ class VisibleUntil(Capture):
         self._base = [layer * step for layer in range(pool.num_layers)]
 
     def plan(self, step: Step) -> None:
-        """Note where the coming forward pass writes its tokens."""
         tokens = StepTokens.of(step.metadata)
         num_tokens, size = len(tokens.row), self._block_size
         blocks, stride = step.metadata.block_table_tensor, len(self._heads) * size
@@ -98,7 +96,6 @@ class VisibleUntil(Capture):
         self._position[:num_tokens] = tokens.position
 
     def end_step(self) -> None:
-        """Write nowhere until the next `plan`."""
         self._own.zero_()
         self._governed.zero_()
 

@@ -96,7 +96,6 @@ class EqualTier(Tier):
     def numbers(
         self, events: Sequence[CompactEvent], rows: Sequence[int]
     ) -> dict[str, Integers]:
-        """Return all superblocks, and how many are below the frontier; see `Tier`."""
         return super().numbers(events, rows) | {
             "blocks": padded([e.source_blocks + e.local_blocks for e in events]),
             "num_pages": [len(event.source_blocks) for event in events],
@@ -147,7 +146,6 @@ class EqualTier(Tier):
         """Do nothing: every step fills its tables from scratch."""
 
     def metadata(self, step: Step) -> StepMetadata:
-        """Return vLLM's metadata with physical tables and lengths; see `Tier`."""
         common, has_survivors = step.metadata, step.is_real and bool(len(self.requests))
         if not (has_survivors or self.is_captured):
             return StepMetadata(common)
