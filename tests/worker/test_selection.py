@@ -45,12 +45,6 @@ def test_pieces_of_rows(seed: int) -> None:
     assert first[0] == start and first[-1] == starts[-1]
 
 
-def test_rows_of_one_token_are_not_cut() -> None:
-    row, first, stands = cut_rows(np.arange(4), np.array([1, 0, 1]))
-    assert row.tolist() == [0, 1, 2] and first.tolist() == [0, 1, 2, 3]
-    assert stands.tolist() == [True, False, True]
-
-
 # -- pages -----------------------------------------------------------------------------
 
 

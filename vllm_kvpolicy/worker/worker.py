@@ -81,7 +81,6 @@ class KVPolicyWorkerMixin:
         early = self.kv_policy_setup.early_bytes if is_ours_to_count else 0
         beside = self.kv_policy_setup.side_tables
         num_blocks = beside.pool_blocks(available - early, superblock)
-        tables = early + beside.nbytes(num_blocks)
         is_searched = self.model_config.original_max_model_len == -1
         longest = 1 if is_searched else self.model_config.max_model_len
         sizes = self.vllm_config, self.kv_policy_config, longest
@@ -96,7 +95,7 @@ class KVPolicyWorkerMixin:
         logger.info(
             "KV policy: tables and the values that policies store per kept token "
             "take %.1f MiB of %.1f MiB",
-            tables / 2**20,
+            (early + beside.nbytes(num_blocks)) / 2**20,
             available / 2**20,
         )
         return num_blocks * superblock

@@ -54,11 +54,6 @@ class KVPolicyMetadataBuilderMixin:
         layers = vllm_config.compilation_config.static_forward_context
         self._first_layer = layers[layer_names[0]]
 
-    @property
-    def kv_policy_runtime(self) -> KVPolicyRuntime | None:
-        """The worker's runtime; None without a policy or before the KV cache exists."""
-        return getattr(self._first_layer, "kv_policy_runtime", None)
-
     @classmethod
     def get_cudagraph_support(
         cls, vllm_config: Any, kv_cache_spec: Any
@@ -86,8 +81,10 @@ class KVPolicyMetadataBuilderMixin:
         **kwargs: Any,
     ) -> Any:
         """Build the stock metadata of this step; see the stock builder."""
-        runtime = self.kv_policy_runtime
-        if runtime is None:
+        runtime: KVPolicyRuntime | None = getattr(
+            self._first_layer, "kv_policy_runtime", None
+        )
+        if runtime is None:  # no policy, or no KV cache yet
             return super().build(
                 common_prefix_len, common_attn_metadata, fast_build, **kwargs
             )

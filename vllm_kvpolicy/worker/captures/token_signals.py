@@ -119,13 +119,9 @@ class TokenSignals(Capture):
             for layer in signal.layers(self.num_layers)
         }
         # Copies, not views: compiled graphs must not be given parts of one buffer.
+        shared = {"before": self._before, "after": self._after}
         self._steps = {
-            layer: HiddenStep(
-                before=self._before,
-                after=self._after,
-                left=left.clone(),
-                change=change.clone(),
-            )
+            layer: HiddenStep(**shared, left=left.clone(), change=change.clone())
             for layer in sorted(layers)
         }
         kinds = {signal.kind for signal in signals} - {"hidden"}
