@@ -27,7 +27,7 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
                 before = window_usage.calls.total()
                 warm_up(runtime, engine.worker.kv_policy_config, 500, 2)
                 assert window_usage.calls.total() > before
-                assert not runtime.requests.row_of and not runtime.answers.take()
+                assert not runtime.requests.row_of and not runtime.take_answers()
             policies = engine.worker.kv_policy_config.policies
             assert set(runtime.compactor.most_tokens) == set(policies)
             answers.append(engine.run(make_jobs((40, 100, 150), 60, seed=4)).tokens)

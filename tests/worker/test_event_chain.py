@@ -12,14 +12,14 @@ from vllm_kvpolicy.policies.testing import MovementPolicy, exchanged, shuffled
 
 STEPS = 110
 APART = {"one_allocation": False}
-# Name: whether the policy is dynamic, and the setup.
-SETUPS: dict[str, tuple[bool, dict[str, Any]]] = {
-    "equal, layers apart": (False, {"is_ragged": False, **APART}),
-    "equal, shuffled": (False, {"is_ragged": False, "place": shuffled}),
-    "ragged, columns": (False, {"is_ragged": True, "columns": True}),
-    "ragged, layers apart": (False, {"is_ragged": True, **APART}),
-    "dynamic, late": (True, {"is_ragged": True, "latest": 4}),
-    "dynamic, layers apart": (True, {"is_ragged": True, **APART}),
+# Name: whether the policy is dynamic and whether it merges, and the setup.
+SETUPS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
+    "equal, layers apart": (False, True, {"is_ragged": False, **APART}),
+    "equal, shuffled": (False, False, {"is_ragged": False, "place": shuffled}),
+    "ragged, columns": (False, True, {"is_ragged": True, "columns": True}),
+    "ragged, layers apart": (False, True, {"is_ragged": True, **APART}),
+    "dynamic, late": (True, True, {"is_ragged": True, "latest": 4}),
+    "dynamic, layers apart": (True, False, {"is_ragged": True, **APART}),
 }
 # The roomy pool never preempts, the tight one does all the time.
 POOLS = {"roomy": 70, "tight": 26}
@@ -27,17 +27,18 @@ POOLS = {"roomy": 70, "tight": 26}
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_every_head_holds_its_own_tokens(name: str) -> None:
-    dynamic, changes = SETUPS[name]
+    dynamic, merges, changes = SETUPS[name]
     is_ragged = changes["is_ragged"]
     totals: Counter[str] = Counter()
     for seed, num_blocks in enumerate(POOLS.values()):
-        policy = ScriptedPolicy(is_ragged, dynamic)
+        policy = ScriptedPolicy(is_ragged, dynamic, merges)
         setup = Setup(policy, num_blocks=num_blocks, seed=seed, **changes)
         totals += Chain(setup).run(STEPS)
     print(dict(totals))
     assert totals["events"] > 120 and totals["crowded steps"] > 25
     assert totals["finished"] > 20 and totals["preempted"] > 5
     assert (totals["uneven events"] > 60) == is_ragged
+    assert (totals["merged tokens"] > 100) == merges
     crosses_layers = is_ragged and changes.get("one_allocation", True)
     if crosses_layers:
         assert totals["events without survivors of a head"] > 10

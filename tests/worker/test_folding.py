@@ -1,92 +1,42 @@
 """Page lists of heads and KV heads folded into the batch, against loops over both."""
 
-from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_kvpolicy.worker.request_table import RequestTable
+from support.worker.page_lists import CPU, MOST, ROW, SIZE, SLOTS, Lists
 from vllm_kvpolicy.worker.tiers import head_tables
 from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
     FoldedTables,
-    Folder,
-    HeadTables,
     fold_queries,
     unfold_output,
 )
 
-LAYERS, HEADS, SIZE, BLOCKS = 2, 3, 4, 90
-NUM_HEADS = LAYERS * HEADS
-SLOTS, MOST_BLOCKS, ROW = 4, 5, 60
-CPU = torch.device("cpu")
-OWN = torch.tensor([layer * BLOCKS * HEADS + h for layer in (0, 1) for h in range(3)])
+LAYERS, HEADS, BLOCKS = 2, 3, 90
+OWN = torch.tensor([[0, 1, 2], [BLOCKS * HEADS + h for h in range(HEADS)]])
 
 
-class Batch:
-    """Requests with random page lists, frontiers and lengths; "none" had no event."""
+class Batch(Lists):
+    """Four requests with random page lists, frontiers and lengths."""
 
     def __init__(self, seed: int, room: tuple[int, int] = (0, 0)) -> None:
-        self.rng = Random(seed)
-        self.requests = RequestTable(SLOTS, MOST_BLOCKS, SIZE, CPU)
-        self.tables = HeadTables(SLOTS, MOST_BLOCKS, OWN, HEADS, CPU)
-        room_for = FoldedTables(LAYERS, HEADS, *room, CPU)
-        self.folder = Folder(self.requests, self.tables, room_for)
-        self.lists: dict[str, list[list[int]]] = {"none": [[]] * NUM_HEADS}
-        self.frontier = {"none": 0}
+        super().__init__(seed, OWN, BLOCKS, room)
         for name in "abc":
             self.event(name, self.rng.randint(0, 6))
-        self.names = self.rng.sample([*"abc", "none"], 4)
-        self.rows = {
-            name: [self.rng.randrange(1, BLOCKS) for _ in range(ROW)]
-            for name in self.names
-        }
-        self.ends = {
-            name: max(1, self.frontier[name] * SIZE) + self.rng.randint(0, 9)
-            for name in self.names
-        }
-
-    def event(self, name: str, frontier: int) -> None:
-        """Give a request new page lists and a new frontier."""
-        sizes = [self.rng.randint(0, MOST_BLOCKS) for _ in range(NUM_HEADS)]
-        lists = [[self.rng.randrange(1, 500) for _ in range(size)] for size in sizes]
-        flat = [page for pages in lists for page in pages] or [0]
-        slot = self.requests.take(name)
-        first = torch.tensor([[0, *sizes]]).cumsum(-1)
-        index = torch.tensor([slot])
-        self.tables.update([slot], index, first, torch.tensor([flat]))
-        self.requests.frontier_blocks[slot] = frontier
-        self.requests.frontier_blocks_cpu[slot] = frontier
-        self.lists[name], self.frontier[name] = lists, frontier
-        self.folder.forget([name, "not in the batch"])
+        self.choose(4)
+        for name in self.names:
+            least = max(1, self.frontier[name] * SIZE)
+            self.ends[name] = least + self.rng.randint(0, 9)
 
     def fold(
         self, counts: list[int], padding: int = 0, max_seq_len: int = 0
     ) -> FoldedBatch:
         """Fold a step in which requests compute `counts` tokens each."""
-        ends = [self.ends[name] for name in self.names] + [0] * padding
-        rows = [self._table_row(name) for name in self.names] + [[0] * ROW] * padding
-        starts = np.cumsum([0, *counts, *[0] * padding])
-        common = SimpleNamespace(
-            num_reqs=len(ends),
-            max_query_len=max(counts, default=1),
-            max_seq_len=max_seq_len,
-            seq_lens=torch.tensor(ends, dtype=torch.int32),
-            seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
-            query_start_loc=torch.from_numpy(starts).int(),
-            query_start_loc_cpu=torch.from_numpy(starts).int(),
-            block_table_tensor=torch.tensor(rows, dtype=torch.int32),
-        )
+        common = self.metadata(counts, padding, max_seq_len)
         return self.folder.fold(common, self.names)
-
-    def _table_row(self, name: str) -> list[int]:
-        """Return a row of vLLM's block table: stale ids behind the last block."""
-        count = -(-self.ends[name] // SIZE)
-        stale = [self.rng.randrange(BLOCKS) for _ in range(ROW - count)]
-        return self.rows[name][:count] + stale
 
     def check(self, folded: FoldedBatch, counts: list[int], padding: int = 0) -> None:
         """Compare every row that the kernel will see."""
@@ -107,26 +57,16 @@ class Batch:
             row = request * HEADS + head
             assert place == starts[row] + token - sum(counts[:request])
         for request, name in enumerate(self.names):
-            blocks = self.rows[name][self.frontier[name] : -(-self.ends[name] // SIZE)]
             for layer, head in np.ndindex(LAYERS, HEADS):
                 which = layer * HEADS + head
                 row = request * HEADS + head
-                pages = self.lists[name][which]
+                pages, own = self.held(name, which, self.ends[name])
                 dropped = self.frontier[name] - len(pages)
                 length = self.ends[name] - dropped * SIZE
                 assert folded.lengths[layer, row] == length <= folded.max_length
-                want = pages + [int(OWN[which]) + HEADS * block for block in blocks]
+                want = pages + own
                 assert folded.tables[layer, row, : len(want)].tolist() == want
                 assert starts[row + 1] - starts[row] == counts[request]
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 5, 2, 1], [7, 1, 1, 1]], ids=str)
-def test_rows_equal_loops(counts: list[int], seed: int) -> None:
-    batch = Batch(seed)
-    folded = batch.fold(counts)
-    assert (folded.order is None) == (max(counts) == 1)
-    batch.check(folded, counts)
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 3, 2, 1]], ids=str)
@@ -139,7 +79,7 @@ def test_padded_rows_read_nothing(counts: list[int], seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("room", [(0, 0), (4, ROW + MOST_BLOCKS)], ids=str)
+@pytest.mark.parametrize("room", [(0, 0), (4, ROW + MOST)], ids=str)
 def test_tables_are_up_to_date_at_every_step(
     room: tuple[int, int], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,8 +104,9 @@ def test_tables_are_up_to_date_at_every_step(
             batch.event(name, batch.ends[name] // SIZE - rng.randint(0, 1))
         elif draw < 0.2:
             rng.shuffle(batch.names)
-        counts = rng.choice((ones, ones, [1, 2, 1, 1]))
+        counts = rng.choice((ones, ones, [1, 2, 1, 1], [7, 1, 5, 1]))
         folded = batch.fold(counts)
+        assert (folded.order is None) == (counts == ones)
         batch.check(folded, counts)
         tensors = folded.tables, folded.lengths, folded.query_start
         addresses.add(tuple(tensor.data_ptr() for tensor in tensors))
@@ -276,9 +217,3 @@ def test_longest_lists_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     assert tables.most(slots, otherwise).tolist() == [longest, 0, 0, longest]
     monkeypatch.setattr(Late, "here", True)
     assert tables.most(np.array([c]), np.array([9])).tolist() == [last]
-
-
-def test_memory_is_what_was_announced() -> None:
-    tables = Batch(0).tables
-    announced = HeadTables.nbytes(SLOTS + 1, MOST_BLOCKS, NUM_HEADS)
-    assert tables.pages.nbytes + tables.first.nbytes == announced

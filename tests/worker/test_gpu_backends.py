@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.backends.flash import KVPolicyFlashMetadataBuilder
 from vllm_kvpolicy.worker.backends.triton import KVPolicyTritonMetadataBuilder
-from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 
 HEADS, GROUP, SEGMENTS, SIZE = 2, 3, 4, 8
 
@@ -74,7 +74,7 @@ def test_triton_scratch_counts_heads_as_tokens(num_rows, threshold):
     builder.num_heads_kv = HEADS
     built = made_metadata(num_rows, threshold)
     one = torch.ones(1, dtype=torch.int32)
-    batch = LayerBatch(one, one, one, 1, None, None)
+    batch = FoldedBatch(one, one, one, 1, None)
     folded = builder.folded_layer(built, batch)
     assert folded.seq_threshold_3D == threshold * HEADS
     for name in ("output", "max", "expsum"):

@@ -39,18 +39,7 @@ Variant = tuple[str, str]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model and of its server.
-
-    Args:
-        layers: L.
-        heads: H, KV heads.
-        group: G, query heads per KV head.
-        dim: D.
-        block_size: N.
-        num_blocks: superblocks of the pool.
-        requests: at once, at most.
-        max_model_len: longest request.
-    """
+    """Sizes of a model, with `group` query heads per KV head, and of its server."""
 
     layers: int
     heads: int

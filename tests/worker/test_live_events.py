@@ -6,34 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
-from support.made_events import BLOCK, FIRST, SECOND
-from vllm_kvpolicy.kernels.assign_pages import PageLists
+from support.made_events import BLOCK, FIRST, SECOND, made_batch
 from vllm_kvpolicy.observe import shared_files as ring
 from vllm_kvpolicy.observe.shared_files import RANK, Ring
-from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.batch import Batch, Destinations, HeldPages
 from vllm_kvpolicy.worker.observers.live import MOST_SECONDS, SHARE, LiveEvents, in_bins
 from vllm_kvpolicy.worker.observers.positions import UNKNOWN, Followed, TruePositions
-
-
-def batch_of(event: CompactEvent) -> Batch:
-    """Return a batch of one event in row 3."""
-    held = HeldPages(
-        pages=torch.zeros(1, 2, 4, dtype=torch.int64),
-        num_pages=torch.full((1, 2), len(event.source_blocks)),
-        num_local=torch.ones(1, dtype=torch.int64),
-        max_tokens=7,
-    )
-    return Batch([event], None, [3], {}, held)  # type: ignore[arg-type]
-
-
-def destinations_of(kept: list[list[int]]) -> Destinations:
-    """Return where a page per head goes; `kept` are places among held tokens."""
-    lists = PageLists(torch.tensor([[0, 1, 2]]), torch.tensor([[2, 3]]), None)
-    sources = [head * 7 + place for head in (0, 1) for place in kept[head]]
-    return Destinations(lists, torch.tensor([sources]))
 
 
 @pytest.fixture
@@ -47,15 +25,15 @@ def told(tmp_path, monkeypatch):
 def test_nothing_is_told_or_followed_while_nobody_listens(told, monkeypatch):
     worker, listener = told
     monkeypatch.setattr(worker.positions, "follow", None)  # a call would fail
-    worker.tell(batch_of(FIRST), destinations_of([[0, 1], [2, 5]]))
+    worker.tell(*made_batch(FIRST, [[0, 1], [2, 5]]))
     assert listener.read() == ([], 0)
 
 
 def test_an_event_is_told_by_true_positions(told):
     worker, listener = told
     listener.listen()
-    worker.tell(batch_of(FIRST), destinations_of([[0, 1], [2, 5]]))
-    worker.tell(batch_of(SECOND), destinations_of([[1, 3], [0, 6]]))
+    worker.tell(*made_batch(FIRST, [[0, 1], [2, 5]]))
+    worker.tell(*made_batch(SECOND, [[1, 3], [0, 6]]))
     (first, second), _ = listener.read()
     assert (first["kept"], first["held"]) == ([[3, 3]], 7)
     shares = [each / 255 for each in b64decode(first["share"])]
@@ -69,7 +47,7 @@ def test_an_event_is_told_by_true_positions(told):
 def test_retention_and_age_follow_from_the_shares(told):
     worker, listener = told
     listener.listen()
-    worker.tell(batch_of(FIRST), destinations_of([[0, 1], [2, 5]]))
+    worker.tell(*made_batch(FIRST, [[0, 1], [2, 5]]))
     ((record,), _) = listener.read()
     # Ages 7, 6 and 1 of head 0; 5, 2 and 1 of head 1; of 7 tokens.
     assert record["age"] == [[round(14 / 21, 3), round(8 / 21, 3)]]
@@ -85,9 +63,9 @@ def test_long_texts_are_told_in_64_parts():
 
 def test_survivors_from_before_somebody_listened_are_a_mean(told, monkeypatch):
     worker, listener = told
-    worker.tell(batch_of(FIRST), destinations_of([[0, 1], [2, 5]]))
+    worker.tell(*made_batch(FIRST, [[0, 1], [2, 5]]))
     listener.listen()
-    worker.tell(batch_of(SECOND), destinations_of([[1, 3], [0, 6]]))
+    worker.tell(*made_batch(SECOND, [[1, 3], [0, 6]]))
     ((record,), _) = listener.read()
     assert record["first_known"] == 6  # the frontier of the first event
     shares = [each / 255 for each in b64decode(record["share"])]
@@ -97,7 +75,7 @@ def test_survivors_from_before_somebody_listened_are_a_mean(told, monkeypatch):
     # A gap in listening makes what was known old.
     now = ring.time.monotonic()
     monkeypatch.setattr(ring.time, "monotonic", lambda: now + 60)
-    worker.tell(batch_of(SECOND), destinations_of([[1, 3], [0, 6]]))
+    worker.tell(*made_batch(SECOND, [[1, 3], [0, 6]]))
     assert worker.positions._known == {}
 
 
@@ -114,12 +92,12 @@ def test_telling_takes_a_bounded_share_of_the_time(told, monkeypatch):
 
     monkeypatch.setattr(worker, "_summary", slowly)
     listener.listen()
-    worker.tell(batch_of(FIRST), destinations_of([[0, 1], [2, 5]]))
-    worker.tell(batch_of(SECOND), destinations_of([[1, 3], [0, 6]]))  # left out
+    worker.tell(*made_batch(FIRST, [[0, 1], [2, 5]]))
+    worker.tell(*made_batch(SECOND, [[1, 3], [0, 6]]))  # left out
     assert len(listener.read()[0]) == 1 and worker.positions._known == {}
     now += MOST_SECONDS / SHARE
     listener.listen()
-    worker.tell(batch_of(SECOND), destinations_of([[1, 3], [0, 6]]))
+    worker.tell(*made_batch(SECOND, [[1, 3], [0, 6]]))
     first, second = listener.read()[0]
     assert (first["first_known"], second["first_known"]) == (0, 6)
 
@@ -131,15 +109,15 @@ def test_an_error_of_what_is_shown_does_not_stop_the_worker(
     listener.listen()
     monkeypatch.setattr(worker.positions, "follow", None)
     for _ in range(3):
-        worker.tell(batch_of(FIRST), destinations_of([[0, 1], [2, 5]]))
+        worker.tell(*made_batch(FIRST, [[0, 1], [2, 5]]))
     assert policy_log.messages == ["LiveEvents is off from here on; serving goes on"]
 
 
 def test_a_restarted_request_is_followed_from_its_start():
     positions = TruePositions(BLOCK)
     follow = positions.follow
-    (first,) = follow(batch_of(FIRST), destinations_of([[0, 1], [2, 5]]))
-    (again,) = follow(batch_of(FIRST), destinations_of([[3, 4], [0, 5]]))
+    (first,) = follow(*made_batch(FIRST, [[0, 1], [2, 5]]))
+    (again,) = follow(*made_batch(FIRST, [[3, 4], [0, 5]]))
     assert isinstance(again, Followed)
     assert again.survivors.tolist() == [[3, 4], [0, 5]]
     assert again.held.tolist() == first.held.tolist() == [list(range(7))] * 2
@@ -147,11 +125,11 @@ def test_a_restarted_request_is_followed_from_its_start():
 
 def test_unknown_survivors_stay_unknown():
     positions = TruePositions(BLOCK)
-    (seen,) = positions.follow(batch_of(SECOND), destinations_of([[0, 1], [2, 5]]))
+    (seen,) = positions.follow(*made_batch(SECOND, [[0, 1], [2, 5]]))
     assert seen.survivors.tolist() == [[UNKNOWN, UNKNOWN], [6, 9]]
     third = replace(
         SECOND, ordinal=2, position=15, frontier_blocks=7, source_blocks=(1, 6, 7)
     )
-    (seen,) = positions.follow(batch_of(third), destinations_of([[0, 2], [0, 1]]))
+    (seen,) = positions.follow(*made_batch(third, [[0, 2], [0, 1]]))
     assert seen.survivors.tolist() == [[UNKNOWN, 10], [6, 9]]
     assert seen.first_known == 6

@@ -99,9 +99,7 @@ class Waits(TorchDispatchMode):
     ],
 )
 def test_own_lengths_wait_a_fixed_number_of_times(
-    name: str,
-    options: dict[str, Any],
-    per_batch: int,
+    name: str, options: dict[str, Any], per_batch: int
 ) -> None:
     """By batch of events, whatever the layers and heads."""
     world = World(name, "cpu", **options)

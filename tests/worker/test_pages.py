@@ -1,5 +1,7 @@
 """Page ids and views of a cache, in one allocation and apart, against indexing."""
 
+import math
+
 import pytest
 import torch
 
@@ -11,11 +13,10 @@ LAYOUTS = ["one", "apart"]
 ORDERS = [False, True]
 
 
-def make_caches(layout: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+def make_caches(layout: str) -> list[torch.Tensor]:
     """Return [B, H, N, 2D] per layer, every number different."""
     shape = (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
-    whole = torch.arange(LAYERS * BLOCKS * HEADS * SIZE * 2 * DIM).view(shape)
-    whole = whole.to(dtype)
+    whole = torch.arange(math.prod(shape)).view(shape).float()
     return [layer if layout == "one" else layer.clone() for layer in whole]
 
 
@@ -59,14 +60,6 @@ def test_ids_are_unique_where_pages_may_meet(layout: str) -> None:
         assert sorted(group.tolist()) == list(range(groups.shape[-1]))
 
 
-def test_in_one_allocation_all_layers_read_any_page() -> None:
-    caches = make_caches("one")
-    pool = PagePool(caches, False)
-    page = int(pool.own_pages(torch.tensor([[2]]))[0, 2, 1, 0])
-    for layer in range(LAYERS):
-        assert torch.equal(pool.keys[layer][page], caches[2][2, 1, :, :DIM])
-
-
 @pytest.mark.parametrize("columns", ORDERS, ids=["rows", "columns"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_tokens", [8, 7, 5, 1])
@@ -91,15 +84,6 @@ def test_gather_lines_tokens_up(layout: str, columns: bool, num_tokens: int) -> 
                 rows.append(expected(caches[where][block, own], columns)[part])
             want = torch.cat(rows)[:num_tokens]
             assert torch.equal(found[event, layer, head], want)
-
-
-def test_views_write_to_the_cache() -> None:
-    caches = make_caches("one", torch.bfloat16)
-    pool = PagePool(caches, True)
-    page = int(pool.own_pages(torch.tensor([[4]]))[0, 1, 0, 0])
-    pool.keys[0][page, 3] = -torch.arange(DIM, dtype=torch.bfloat16)
-    keys, _ = expected(caches[1][4, 0], True)
-    assert keys[3].tolist() == [-0.0, -1, -2, -3, -4, -5]
 
 
 @pytest.mark.parametrize("damage", ["order", "distance", "start"])

@@ -1,12 +1,14 @@
 """Tables and lengths that stay where they are, against lists of superblocks."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvpolicy.protocol import NO_COMMANDS, CompactEvent
+from support.made_events import FIRST
+from vllm_kvpolicy.protocol import NO_COMMANDS
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
@@ -21,21 +23,7 @@ LENGTHS = [11, 29]
 def make_slots() -> RequestTable:
     """One request has 24 tokens below its frontier and keeps two superblocks."""
     slots = RequestTable(2, 3, SIZE, CPU)
-    event = CompactEvent(
-        request_id="old",
-        policy="tova",
-        budget=8,
-        sinks=0,
-        position=26,
-        ordinal=0,
-        serial=0,
-        prompt_tokens=3,
-        source_blocks=(),
-        dest_blocks=(9, 8),
-        local_blocks=(24,),
-        num_global=0,
-        frontier_blocks=6,
-    )
+    event = replace(FIRST, position=26, dest_blocks=(9, 8), frontier_blocks=6)
     rows = [slots.take("old")]
     sent = to_device_together(slots.numbers(rows, [event]), CPU)
     slots.update(rows, [event], sent)

@@ -9,24 +9,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from support.worker.page_lists import CPU, MOST, SIZE, Lists
 from vllm_kvpolicy.kernels.page_bounds import best_pages
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.head_tables import (
-    FoldedBatch,
-    FoldedTables,
-    Folder,
-    HeadTables,
-)
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.tiers.page_selection import (
     PageSelection,
     SelectedBatch,
     cut_rows,
 )
 
-LAYERS, HEADS, GROUP, DIM, SIZE, BLOCKS = 2, 2, 2, 6, 4, 80
-MOST, LONGEST, CPU = 6, 30, torch.device("cpu")
+LAYERS, HEADS, GROUP, DIM, BLOCKS = 2, 2, 2, 6, 80
 
 
 # -- rows ------------------------------------------------------------------------------
@@ -48,12 +43,6 @@ def test_pieces_of_rows(seed: int) -> None:
     sizes = np.diff(first).tolist()
     assert list(zip(row.tolist(), sizes, stands.tolist(), strict=True)) == want
     assert first[0] == start and first[-1] == starts[-1]
-
-
-def test_rows_of_one_token_are_not_cut() -> None:
-    row, first, stands = cut_rows(np.arange(4), np.array([1, 0, 1]))
-    assert row.tolist() == [0, 1, 2] and first.tolist() == [0, 1, 2, 3]
-    assert stands.tolist() == [True, False, True]
 
 
 # -- pages -----------------------------------------------------------------------------
@@ -95,92 +84,47 @@ def test_the_budget_counts_local_tokens(local: int, pages: int) -> None:
 # -- a step ----------------------------------------------------------------------------
 
 
-class Step:
-    """Requests "a", "b" and "c" with random lists; "n" has no event, "s" no selection.
+class Step(Lists):
+    """Requests "a", "b" and "c"; "s" has no selection.
 
     Args:
-        seed: of everything random.
         budget: of the selection.
     """
 
     def __init__(self, seed: int, budget: int) -> None:
-        self.rng, self.draws = Random(seed), torch.Generator().manual_seed(seed)
+        self.draws = torch.Generator().manual_seed(seed)
         shape = LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM
         self.caches = torch.randn(shape, generator=self.draws)
         self.pool = PagePool(list(self.caches), keys_are_columns=False)
         assert self.pool.spans_layers
-        self.requests = RequestTable(6, MOST, SIZE, CPU)
-        self.budget = budget
-        quest = Quest(quest_budget=budget)
+        super().__init__(seed, self.pool.null_pages[0, ..., 0], BLOCKS)
+        self.budget, quest = budget, Quest(quest_budget=budget)
         self.selection = PageSelection(quest, ["q"], self.requests, self.pool, GROUP)
         self.selection.bounds[0].fill_(torch.nan)  # of all layers, one tensor
-        own = self.pool.own_pages(torch.zeros(1, 1, dtype=torch.int64)).flatten()
-        self.own = own
-        self.lists = HeadTables(6, MOST, own, HEADS, CPU)
-        self.folder = Folder(
-            self.requests, self.lists, FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-        )
-        self.pages: dict[str, list[list[int]]] = {"n": [[]] * (LAYERS * HEADS)}
-        self.frontier, self.prompt = {"n": 0}, {"n": 3}
-        free = self.rng.sample(range(1, BLOCKS * HEADS * LAYERS), 150)
+        self.prompt = {"n": 3}
         for name in "abcs":
-            self._event(name, free)
-        self.names = self.rng.sample("abcns", 5)
-
-    def _event(self, name: str, free: list[int]) -> None:
-        sizes = [self.rng.randint(0, MOST) for _ in range(LAYERS * HEADS)]
-        lists = [[free.pop() for _ in range(size)] for size in sizes]
-        slot, index = self.requests.take(name), torch.tensor([self.requests.take(name)])
-        flat = torch.tensor([[page for pages in lists for page in pages] + [0]])
-        first = torch.tensor([[0, *sizes]]).cumsum(-1)
-        self.lists.update([slot], index, first, flat)
-        self.frontier[name] = self.rng.randint(2, 6)
-        self.requests.frontier_blocks[slot] = self.frontier[name]
-        self.requests.frontier_blocks_cpu[slot] = self.frontier[name]
-        self.prompt[name] = self.frontier[name] * SIZE + self.rng.randint(0, 3)
-        self.pages[name] = lists
-        policy = "stock" if name == "s" else "q"
-        event: Any = SimpleNamespace(policy=policy, prompt_tokens=self.prompt[name])
-        self.selection.update([slot], [event], flat)
-
-    def common(self, counts: list[int], padding: int) -> Any:
-        """Compute `counts` tokens of the requests, from a little behind the prompt."""
-        self.counts = counts
-        self.ends = [
-            self.prompt[name] - 1 + (name == "a" or self.rng.randint(0, 2)) + count
-            for name, count in zip(self.names, counts, strict=True)
-        ]
-        self.rows = [
-            [self.rng.randrange(1, BLOCKS) for _ in range(LONGEST)] for _ in self.names
-        ]
-        starts = np.cumsum([0, *counts, *[0] * padding])
-        held = torch.tensor([*self.ends, *[0] * padding], dtype=torch.int32)
-        table = torch.tensor([*self.rows, *[[0] * LONGEST] * padding])
-        return SimpleNamespace(
-            num_reqs=len(held),
-            max_query_len=max(counts),
-            max_seq_len=0,
-            seq_lens=held,
-            seq_lens_cpu_upper_bound=held,
-            query_start_loc=torch.from_numpy(starts).int(),
-            query_start_loc_cpu=torch.from_numpy(starts).int(),
-            block_table_tensor=table.int(),
-        )
+            frontier = self.rng.randint(2, 6)
+            row, pages = self.event(name, frontier)
+            self.prompt[name] = frontier * SIZE + self.rng.randint(0, 3)
+            policy = "stock" if name == "s" else "q"
+            event: Any = SimpleNamespace(policy=policy, prompt_tokens=self.prompt[name])
+            self.selection.update([row], [event], pages)
+        self.choose(5)
 
     def run(self, counts: list[int], padding: int = 0) -> FoldedBatch | SelectedBatch:
-        """Fold a step and narrow it down."""
-        common = self.common(counts, padding)
+        """Fold a step and narrow it down; it begins a little behind the prompt."""
+        for name, count in zip(self.names, counts, strict=True):
+            late = int(name == "a") or self.rng.randint(0, 2)
+            self.ends[name] = self.prompt[name] - 1 + late + count
+        common = self.metadata(counts, padding)
         held = self.folder.fold(common, self.names)
         return self.selection.narrow(common, self.names, held)
 
     def wanted(self, layer: int, head: int, row: int, queries: Any, end: int) -> Any:
         """Return pages and length of a query of a request at position `end` - 1."""
         name = self.names[row]
-        which = layer * HEADS + head
-        pages, frontier = self.pages[name][which], self.frontier[name]
-        blocks = self.rows[row][frontier : -(-end // SIZE)]
-        own = [int(self.own[which]) + HEADS * block for block in blocks]
-        local = end - frontier * SIZE
+        pages, own = self.held(name, layer * HEADS + head, end)
+        local = end - self.frontier[name] * SIZE
         if name in "ns" or end <= self.prompt[name]:
             return pages + own, len(pages) * SIZE + local
         count = -(-max(self.budget - local, 0) // SIZE)
@@ -209,7 +153,7 @@ def test_every_query_reads_what_it_chooses(
     assert isinstance(batch, SelectedBatch)
     num_tokens = sum(counts)
     if max(counts) == 1:
-        assert batch.order is None
+        assert batch.folded.order is None
     for layer in range(LAYERS):
         shape = num_tokens + 1, HEADS * GROUP, DIM  # a token of padding behind
         query = torch.randn(shape, generator=step.draws)
@@ -228,7 +172,7 @@ def test_every_query_reads_what_it_chooses(
                     mine = int(np.searchsorted(starts, place, side="right")) - 1
                     behind = starts[mine + 1] - place - 1
                     queries = query[token].view(HEADS, GROUP, DIM)[head]
-                    end = step.ends[row] - count + number + 1
+                    end = step.ends[step.names[row]] - count + number + 1
                     pages, length = step.wanted(layer, head, row, queries, end)
                     # Where the kernel stops for this query of its row.
                     assert int(read.lengths[mine]) - behind == length

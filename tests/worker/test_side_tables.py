@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.setup import SideTables
+from vllm_kvpolicy.worker.setup import LISTS, VALUES, SideTables
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
+from vllm_kvpolicy.worker.tiers.head_tables import HeadTables
 
 GIB = 2**30
 # 80 layers, 8 KV heads of 128 channels in bf16, 256 requests of up to 128k tokens.
@@ -76,8 +77,10 @@ def test_an_engine_out_of_memory_has_no_pool() -> None:
     assert LARGE.pool_blocks(-5, SUPERBLOCK) == 0
 
 
-def test_memory_of_survivors_takes_what_was_announced() -> None:
-    requests = RequestTable(3, 8, 4, torch.device("cpu"))
-    memory = SurvivorMemory(("a", "b"), requests, 25, 6, 7)
-    held = memory.survivors.nbytes + memory.local.nbytes
-    assert held == 2 * SurvivorMemory.nbytes_of(3, 25, 6, 4, 7)
+def test_tables_take_what_was_announced() -> None:
+    cpu, own = torch.device("cpu"), torch.arange(6)
+    memory = SurvivorMemory(("a", "b"), RequestTable(3, 8, 4, cpu), 25, 6, 7)
+    lists = HeadTables(3, 8, own, 1, cpu)
+    announced = SideTables(3, 6, 4, 8, 7, 2, is_ragged=True).parts(25)
+    assert memory.survivors.nbytes + memory.local.nbytes == announced[VALUES]
+    assert lists.pages.nbytes + lists.first.nbytes == announced[LISTS]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from support.worker.loaded_model import loaded_model
 from vllm_kvpolicy.policies.hooks import decoder_layers
 from vllm_kvpolicy.policies.scorers._signals import TokenSignal, signals_from_hidden
 from vllm_kvpolicy.protocol import NO_COMMANDS
@@ -15,10 +16,7 @@ from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.step import Step
 
 LAYERS, SIZE, SLOTS, STEP_TOKENS, MAX_LEN = 4, 8, 5, 128, 100
-HIDDEN = (
-    TokenSignal("hidden", 1, 1),
-    TokenSignal("hidden", Fraction(1, 2), 3),
-)
+HIDDEN = (TokenSignal("hidden", 1, 1), TokenSignal("hidden", Fraction(1, 2), 3))
 SIGNALS = (*HIDDEN, TokenSignal("key"), TokenSignal("value"))
 
 
@@ -64,16 +62,8 @@ class Run:
     """Computes sequences in steps, as an engine would."""
 
     def __init__(self, model: nn.Module, forward=None) -> None:
-        self.signals = TokenSignals(
-            SIGNALS,
-            num_layers=LAYERS,
-            num_requests=SLOTS,
-            max_model_len=MAX_LEN,
-            step_tokens=STEP_TOKENS,
-            hidden_size=SIZE,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-        )
+        sizes = loaded_model(LAYERS, SLOTS, MAX_LEN, STEP_TOKENS, SIZE)
+        self.signals = TokenSignals(SIGNALS, sizes)
         self.signals.attach(model)
         self.forward = model if forward is None else forward
         self.computed: dict[str, int] = {}
@@ -160,18 +150,8 @@ def test_any_chunks_and_neighbours(seed: int, has_residual: bool) -> None:
     assert max(run.computed.values()) > 20
 
 
-def test_compiled_code_measures_too() -> None:
-    torch.manual_seed(0)
-    model = Model()
-    run = Run(model, torch.compile(model, fullgraph=True, backend="aot_eager"))
-    sequences = {"a": list(range(40)), "b": list(range(90, 130))}
-    for _ in range(4):
-        run.step(sequences, {"a": 10, "b": 5})
-    check(run, model, sequences)
-
-
 @torch._dynamo.config.patch(enable_aot_compile=True)
-def test_compiled_code_from_a_file_measures_too(tmp_path) -> None:
+def test_compiled_code_measures_too(tmp_path) -> None:
     """vLLM keeps compiled code on disk; buffers must be those of the new process."""
     torch.manual_seed(0)
     model, path = Model(), tmp_path / "compiled"

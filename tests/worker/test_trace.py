@@ -1,21 +1,17 @@
 """The tracer follows true positions and writes down what it is given."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from support.made_events import BLOCK, FIRST, SECOND
+from support.made_events import BLOCK, FIRST, SECOND, made_batch
 from support.made_traces import rows
-from vllm_kvpolicy.kernels.assign_pages import PageLists
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace, run_in, to_arrays
 from vllm_kvpolicy.policies.base import Decision
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.worker.batch import Batch, Destinations, HeldPages
 from vllm_kvpolicy.worker.observers.trace import Tracer
 
 
@@ -28,30 +24,13 @@ def record(tracer: Tracer, event: CompactEvent, survivors: list[list[int]]) -> N
     keep = torch.zeros(2, 1, 2, 7, dtype=torch.bool)
     for head, kept in enumerate(survivors):
         keep[:, 0, head, [kept[0], 6]] = True
-    # Pages of two heads: id = superblock * 2 + head.
-    blocks = torch.tensor(event.source_blocks + event.local_blocks)
-    held = HeldPages(
-        pages=(blocks * 2 + torch.arange(2)[:, None]).expand(2, -1, -1),
-        num_pages=torch.full((2, 2), len(event.source_blocks)),
-        num_local=torch.full((2,), event.local_tokens(BLOCK)),
-        max_tokens=7,
-    )
-    lists = PageLists(
-        torch.tensor([[0, 1, 2]]).expand(2, -1),
-        torch.tensor([[2, 3]]).expand(2, -1),
-        None,
-    )
     larger = torch.tensor([0, 100])[:, None, None, None]
     notes = {
         "mass": torch.arange(14.0).double().view(1, 2, 7) + larger,
         "quotas": torch.tensor([[[1, 2], [3, 0]]]) + larger,
     }
     decision = Decision(keep, torch.zeros(2, 1, 2, 7), notes=notes)
-    sources = torch.tensor([[head * 7 + t for head in (0, 1) for t in survivors[head]]])
-    events = [event, replace(event, request_id="r1")]
-    policy: Any = None
-    batch = Batch(events, policy, [0, 1], {"rows": torch.tensor([0, 1])}, held)
-    destinations = Destinations(lists, sources.expand(2, -1))
+    batch, destinations = made_batch(event, survivors, rows=(0, 1))
     tracer.record(batch, decision, destinations)
 
 

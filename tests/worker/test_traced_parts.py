@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from support.made_adapters import make_adapter
+from support.worker.loaded_model import loaded_model
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.policies.admissions.dms.model import DmsRule
 from vllm_kvpolicy.policies.admissions.dms.policy import attach_adapter, attach_borrowed
@@ -49,8 +50,8 @@ def logits(step_tokens: int = 16) -> torch.Tensor:
 
 def hidden(*layers: int, rows: int = 4) -> Any:
     signals = [TokenSignal("hidden", layer, layer) for layer in layers]
-    sizes = LAYERS, rows, 8, 16, WIDTH, torch.float32, torch.device("cpu")
-    return lambda model: TokenSignals(signals, *sizes).attach(model)
+    loaded = loaded_model(LAYERS, rows, 8, 16, WIDTH)
+    return lambda model: TokenSignals(signals, loaded).attach(model)
 
 
 def adapter(epsilon: float = 1e-6, step_tokens: int = 16, sign: int = 1) -> Any:

@@ -70,9 +70,7 @@ class Worker(KVPolicyWorkerMixin, Stock):
         self.kv_policy_setup = SimpleNamespace(
             early_bytes=EARLY, side_tables=TABLES, shares=self.shares
         )
-        self.kv_policy_runtime = SimpleNamespace(
-            answers=SimpleNamespace(take=self.take)
-        )
+        self.kv_policy_runtime = SimpleNamespace(take_answers=self.take)
         self.device = torch.device(device)
         self.kv_policy_config = KVPolicyConfig("identity")
         self.model_config = SimpleNamespace(

@@ -38,7 +38,7 @@ class Batch:
     Args:
         rows: rows of the requests in the worker's tables.
         sent: integers of the host, int64 on the device: those that `Compactor`,
-            `Tier.numbers` and `Capture.numbers` name.
+            `Tier.numbers` and `Capture.numbers` name, `rows` [E] among them.
     """
 
     events: Sequence[CompactEvent]
@@ -46,11 +46,6 @@ class Batch:
     rows: Sequence[int]
     sent: Mapping[str, torch.Tensor]
     held: HeldPages
-
-    @property
-    def index(self) -> torch.Tensor:
-        """[E] int64, `rows` on the device."""
-        return self.sent["rows"]
 
 
 @dataclass(frozen=True)

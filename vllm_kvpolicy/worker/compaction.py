@@ -31,7 +31,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.compose import POSITIONS
 from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
-from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.layers import no_sinks
@@ -40,7 +40,7 @@ from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.tier import PageCounts, Tier
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, Tier
 from vllm_kvpolicy.worker.transfer import Integers, to_device_together
 
 
@@ -84,32 +84,6 @@ def merge_dropped(
 
 
 @dataclass(frozen=True)
-class EventAnswer:
-    """How many pages some requests held and hold, on its way to the host.
-
-    Args:
-        counts: pages of all layers and heads that what was held below the new frontier
-            took, and that its survivors take.
-        num_heads: pages in a superblock.
-    """
-
-    events: Sequence[CompactEvent]
-    counts: PageCounts
-    num_heads: int
-
-    def read(self) -> list[tuple[CompactEvent, int, UsedBlocks]]:
-        """Wait for it; return each event, the superblocks held, and the answer."""
-        before, after, found = self.counts.before, self.counts.after.read()[1], []
-        pages = map(int, before), map(int, after)
-        for event, held, used in zip(self.events, *pages, strict=True):
-            blocks = -(-used // self.num_heads)
-            slack = blocks - used / self.num_heads
-            answer = UsedBlocks(event.request_id, event.serial, blocks, slack)
-            found.append((event, -(-held // self.num_heads), answer))
-        return found
-
-
-@dataclass(frozen=True)
 class Compactor:
     """Carries out events on the pages of one KV cache group.
 
@@ -138,12 +112,7 @@ class Compactor:
 
     @torch.inference_mode()
     def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
-        """Carry out a step's events.
-
-        Returns:
-            What the scheduler has to hear, where the policy may leave some of the
-            destinations empty.
-        """
+        """Carry out a step's events; return the answers of dynamic policies."""
         batches = self._batches(events)
         return [answer for batch in batches for answer in self._run_batch(batch)]
 
@@ -174,8 +143,6 @@ class Compactor:
         self._move(batch, choice, destinations)
         return self._commit(batch, choice, destinations)
 
-    # -- open --------------------------------------------------------------------------
-
     def _open(self, events: Sequence[CompactEvent]) -> Batch:
         """Find the requests' rows and pages; first events find theirs empty."""
         policy = self.policies[events[0].policy]
@@ -205,8 +172,6 @@ class Compactor:
                 numbers |= capture.numbers(events, needs)
         return numbers
 
-    # -- decide ------------------------------------------------------------------------
-
     def _decide(self, batch: Batch) -> Choice:
         """Ask the policy which tokens survive."""
         inputs = self._inputs(batch)
@@ -226,7 +191,11 @@ class Compactor:
         )
         shape = (len(end), self.pool.num_layers, self.pool.num_heads)
         names = remembered(needs)
-        memory = self._recalled(batch, names)
+        memory: dict[str, torch.Tensor] = {}  # of held tokens, [E, n, T] float32
+        if names:
+            index, first = batch.sent["rows"], self.tier.starts(batch.sent["rows"])
+            values = self.memory.read(names, index, first, held.max_tokens)
+            memory = dict(zip(names, values, strict=True))
         optional: dict[str, Any] = {}
         if needs.positions:
             positions = self._positions(memory.pop(POSITIONS), lengths, end)
@@ -254,21 +223,9 @@ class Compactor:
             **optional,
         )
 
-    def _recalled(
-        self, batch: Batch, names: tuple[str, ...]
-    ) -> dict[str, torch.Tensor]:
-        """Return what is remembered of the held tokens, [E, n, T] float32 by name."""
-        if not names:
-            return {}
-        index, first = batch.index, self.tier.starts(batch.index)
-        values = self.memory.read(names, index, first, batch.held.max_tokens)
-        return dict(zip(names, values, strict=True))
-
     @staticmethod
     def _positions(
-        remembered: torch.Tensor,
-        lengths: torch.Tensor,
-        end: torch.Tensor,
+        remembered: torch.Tensor, lengths: torch.Tensor, end: torch.Tensor
     ) -> torch.Tensor:
         """Return [E, n, T] int64 true positions; `remembered` holds them plus one.
 
@@ -277,8 +234,6 @@ class Compactor:
         token = torch.arange(remembered.shape[-1], device=end.device)
         recent = end[:, None, None] - lengths[..., None] + token
         return torch.where(remembered > 0, remembered.long() - 1, recent)
-
-    # -- place -------------------------------------------------------------------------
 
     def _place(self, batch: Batch, choice: Choice) -> Destinations:
         """Round the choice to whole pages; next-best tokens fill them up."""
@@ -308,8 +263,6 @@ class Compactor:
             lists = replace(lists, pages=pages, unmoved=unmoved)
         return Destinations(lists, sources)
 
-    # -- move --------------------------------------------------------------------------
-
     def _move(self, batch: Batch, choice: Choice, destinations: Destinations) -> None:
         """Copy survivors to their pages, and merge into them what they take in."""
         held, lists, pool = batch.held, destinations.lists, self.pool
@@ -333,8 +286,6 @@ class Compactor:
         if choice.decision.merge is not None:
             merge_dropped(pool, held, destinations, choice, moves)
 
-    # -- commit ------------------------------------------------------------------------
-
     def _commit(
         self, batch: Batch, choice: Choice, destinations: Destinations
     ) -> list[EventAnswer]:
@@ -343,12 +294,10 @@ class Compactor:
             self.trace.record(batch, choice.decision, destinations)
         if self.live is not None:
             self.live.tell(batch, destinations)
-        counts = self.tier.commit(batch, destinations.lists)
+        answer = self.tier.commit(batch, destinations.lists)
         self.requests.update(batch.rows, batch.events, batch.sent)
         self._remember(batch, choice, destinations)
-        if counts is None or not batch.policy.dynamic:
-            return []
-        return [EventAnswer(batch.events, counts, self.tier.num_heads)]
+        return [answer] if answer is not None and batch.policy.dynamic else []
 
     def _remember(
         self, batch: Batch, choice: Choice, destinations: Destinations
@@ -361,7 +310,7 @@ class Compactor:
             return
         rows = [value.flatten(1, 2) for value in values.values()]
         stacked = rows[0][None] if len(rows) == 1 else torch.stack(rows)
-        names, index = tuple(values), batch.index
+        names, index = tuple(values), batch.sent["rows"]
         self.memory.write(names, index, stacked, destinations.sources, batch.held)
 
 

@@ -93,7 +93,7 @@ def model_rope(model: nn.Module, layers: Sequence[Any]) -> Rope:
     for layer in layers:
         around = [modules[name] for name in _above(names[layer])]
         embedding = None
-        if _rotates(around[0]):
+        if all(getattr(around[0], name, True) for name in SWITCHES):
             embedding = _embedding(around)
             if not any(hasattr(each, EMBEDDING) for each in around):
                 raise ValueError(
@@ -124,10 +124,6 @@ def _embedding(around: Sequence[nn.Module]) -> nn.Module | None:
     """Return the rotary embedding that is nearest to an attention layer."""
     found = (getattr(module, EMBEDDING, None) for module in around)
     return next((each for each in found if each is not None), None)
-
-
-def _rotates(attention: nn.Module) -> bool:
-    return all(getattr(attention, name, True) for name in SWITCHES)
 
 
 def _read(embedding: Any, layer: Any) -> torch.Tensor:

@@ -46,10 +46,6 @@ class Float8:
         stored = getattr(torch, name)
         return cls(stored, first.dtype, scales, first.kv_cache.device)
 
-    def table(self, name: str) -> torch.Tensor:
-        """Return [L] float32, the scales of "keys" or "values"."""
-        return torch.tensor(self.scales[name], device=self.device)
-
     def numbers(self, name: str, layer: int) -> torch.Tensor:
         """Return [256] model dtype, what each byte of a layer stands for."""
         each = torch.arange(256, device=self.device).to(torch.uint8).view(self.stored)
@@ -188,7 +184,9 @@ class PagePool:
 
     def scales(self, name: str, layers: torch.Tensor) -> torch.Tensor | float:
         """Return `scale` of layers [M] int64: [M] float32, or 1.0 without FP8."""
-        return 1.0 if self.float8 is None else self.float8.table(name)[layers]
+        if self.float8 is None:
+            return 1.0
+        return torch.tensor(self.float8.scales[name], device=layers.device)[layers]
 
     def own_pages(self, blocks: torch.Tensor) -> torch.Tensor:
         """Return [E, L, H, P] ids of the stock pages of superblocks [E, P] int64."""

@@ -5,51 +5,16 @@ layers of their own model, never through a global.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from vllm_kvpolicy.observe.metrics import WorkerCounters
-from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.worker.captures.capture import Capture
-from vllm_kvpolicy.worker.compaction import Compactor, EventAnswer
-from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.tier import StepMetadata, Tier
-
-
-class AnswerBox:
-    """Collects the answers to events of dynamic policies until the scheduler gets them.
-
-    A policy is dynamic if it may leave destination blocks of an event empty. How many
-    it fills is known only on the device, so the scheduler learns it later.
-    """
-
-    def __init__(self, counters: WorkerCounters) -> None:
-        self.counters = counters
-        self._answers: list[EventAnswer] = []
-
-    def add(self, answers: Iterable[EventAnswer]) -> None:
-        """Keep answers until they are taken."""
-        self._answers += answers
-
-    def take(self) -> Callable[[], tuple[UsedBlocks, ...]] | None:
-        """Return what the scheduler has to hear, once; None for nothing.
-
-        It is under way to the host: calling what is returned waits for it.
-        """
-        answers, self._answers = self._answers, []
-
-        def read() -> tuple[UsedBlocks, ...]:
-            found = [each for answer in answers for each in answer.read()]
-            self.counters.add_tokens(
-                (event, held, used.num_blocks) for event, held, used in found
-            )
-            return tuple(used for _, _, used in found)
-
-        return read if answers else None
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata
 
 
 class KVPolicyRuntime:
@@ -62,18 +27,11 @@ class KVPolicyRuntime:
             by the worker mixin.
     """
 
-    def __init__(
-        self,
-        policies: Mapping[str, Policy],
-        requests: RequestTable,
-        tier: Tier,
-        captures: Sequence[Capture],
-        compactor: Compactor,
-        counters: WorkerCounters,
-    ) -> None:
-        self.policies, self.requests = policies, requests
-        self.tier, self.captures, self.compactor = tier, captures, compactor
-        self.counters, self.answers = counters, AnswerBox(counters)
+    def __init__(self, compactor: Compactor, counters: WorkerCounters) -> None:
+        self.compactor, self.counters = compactor, counters
+        self.policies, self.requests = compactor.policies, compactor.requests
+        self.tier, self.captures = compactor.tier, compactor.captures
+        self._answers: list[EventAnswer] = []
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
         self._commands: StepCommands | None = None
 
@@ -89,7 +47,7 @@ class KVPolicyRuntime:
         self.tier.forget({event.request_id for event in commands.events}.union(gone))
         if commands.events:
             started = time.perf_counter()
-            self.answers.add(self.compactor.run(commands.events))
+            self._answers += self.compactor.run(commands.events)
             seconds = time.perf_counter() - started
             self.counters.add_events(len(commands.events), seconds)
             # What dynamic policies keep is known when their answers are here.
@@ -125,3 +83,20 @@ class KVPolicyRuntime:
         for capture in self.captures:
             capture.end_step()
         self._commands = None
+
+    def take_answers(self) -> Callable[[], tuple[UsedBlocks, ...]] | None:
+        """Return what the scheduler has to hear of events, once; None for nothing.
+
+        A policy is dynamic if it may leave destination blocks of an event empty. How
+        many it fills is on its way to the host: calling what is returned waits for it.
+        """
+        answers, self._answers = self._answers, []
+
+        def read() -> tuple[UsedBlocks, ...]:
+            found = [each for answer in answers for each in answer.read()]
+            self.counters.add_tokens(
+                (event, held, used.num_blocks) for event, held, used in found
+            )
+            return tuple(used for _, _, used in found)
+
+        return read if answers else None

@@ -23,6 +23,7 @@ from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.policies.base import LoadedModel, Needs, Policy
 from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.policies.model_files import ModelShape
+from vllm_kvpolicy.policies.names import ResolvedPolicy
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 from vllm_kvpolicy.worker.captures.capture import Capture
@@ -80,21 +81,19 @@ class SideTables:
         return min(self.max_global_blocks, num_blocks)
 
     def parts(self, num_blocks: int) -> dict[str, int]:
-        """Return the bytes of each kind of these, with a pool of `num_blocks`."""
-        each = SurvivorMemory.nbytes_of(
-            self.num_requests,
-            num_blocks,
-            self.num_heads,
-            self.block_size,
-            self.max_local_tokens,
-        )
-        longest = self.global_blocks(num_blocks)
+        """Return the bytes of each kind of these, with a pool of `num_blocks`.
+
+        Values are float32, ids of pages and places in the lists of `HeadTables` int32.
+        """
+        local = self.num_requests * self.max_local_tokens
+        values = self.num_heads * (num_blocks * self.block_size + local)
         # One more row is for requests without an event.
-        lists = HeadTables.nbytes(self.num_requests + 1, longest, self.num_heads)
+        rows = self.num_requests + 1
+        pages = self.global_blocks(num_blocks) * self.num_heads
         return {
-            VALUES: self.num_memories * each,
+            VALUES: self.num_memories * 4 * values,
             PAGES: num_blocks * self.num_heads * self.page_bytes,
-            LISTS: lists * self.is_ragged,
+            LISTS: self.is_ragged * 4 * rows * (pages + self.num_heads + 1),
         }
 
     def nbytes(self, num_blocks: int) -> int:
@@ -207,14 +206,9 @@ class WorkerSetup:
             is_early_ours: `early_bytes` are taken from the same memory.
         """
         readers = {
-            VALUES: self._readers(remembered),
-            PAGES: self._those(
-                lambda name: (
-                    self.config.resolved(name).info.selection
-                    or self.policies[name].needs.until
-                )
-            ),
-            LISTS: self._ragged(),
+            VALUES: self._those(lambda needs, own: remembered(needs)),
+            PAGES: self._those(lambda needs, own: own.info.selection or needs.until),
+            LISTS: self._those(lambda needs, own: own.is_ragged),
         }
         beside = self.side_tables.parts(num_blocks)
         later = [Share(kind, size, readers[kind]) for kind, size in beside.items()]
@@ -222,25 +216,28 @@ class WorkerSetup:
 
     def _early_shares(self) -> list[Share]:
         is_folded = isinstance(self.tables, FoldedTables)
-        attending = self._ragged() if is_folded else tuple(self.policies)
+        shares = []
+        for each in self.captures:
+            needs = {name: policy.needs for name, policy in self.policies.items()}
+            readers = tuple(name for name in needs if each.serves(needs[name]))
+            shares.append(Share(each.holds, each.nbytes, readers))
         rows = self.requests.global_blocks.nbytes
+        attending = self._those(lambda needs, own: own.is_ragged or not is_folded)
         return [
-            *(
-                Share(each.holds, each.nbytes, self._readers(each.serves))
-                for each in self.captures
-            ),
+            *shares,
             Share("blocks of requests", rows, tuple(self.policies)),
             Share("page tables of a step", self.tables.nbytes, attending),
         ]
 
-    def _ragged(self) -> tuple[str, ...]:
-        return self._those(lambda name: self.config.resolved(name).is_ragged)
-
-    def _readers(self, reads: Callable[[Needs], object]) -> tuple[str, ...]:
-        return self._those(lambda name: reads(self.policies[name].needs))
-
-    def _those(self, wants: Callable[[str], object]) -> tuple[str, ...]:
-        return tuple(name for name in self.policies if wants(name))
+    def _those(
+        self, wants: Callable[[Needs, ResolvedPolicy], object]
+    ) -> tuple[str, ...]:
+        """Return the names of policies by their needs and their configuration."""
+        return tuple(
+            name
+            for name, policy in self.policies.items()
+            if wants(policy.needs, self.config.resolved(name))
+        )
 
     def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
         """Build the runtime over vLLM's KV caches and attach it to the layers.
@@ -249,23 +246,27 @@ class WorkerSetup:
             keys_are_columns: see `worker.pages.PagePool`.
         """
         caches = [layer.kv_cache for layer in self.layers]
-        float8 = Float8.of_layers(self.layers)
-        pool = PagePool(caches, keys_are_columns, float8)
+        pool = PagePool(caches, keys_are_columns, Float8.of_layers(self.layers))
         for index, layer in enumerate(self.layers):
             check_layout(layer, pool, index)
         for capture in self.captures:
             capture.bind(pool)
-        tier = self._tier(pool)
         counters = WorkerCounters(
             own_engine(self.vllm_config), pool.block_size, counts=not self.shard.rank
         )
         compactor = Compactor(
             policies=self.policies,
             pool=pool,
-            tier=tier,
+            tier=self._tier(pool),
             requests=self.requests,
             captures=self.captures,
-            memory=self._memory(pool),
+            memory=SurvivorMemory(
+                names=remembered(self.needs),
+                requests=self.requests,
+                num_blocks=pool.num_blocks,
+                num_heads=self.side_tables.num_heads,
+                max_local_tokens=self.side_tables.max_local_tokens,
+            ),
             rope=self.rope,
             scale=self.layers[0].impl.scale,
             trace=self._trace(partial(counters.note_off, TRACE)),
@@ -274,9 +275,7 @@ class WorkerSetup:
             most_tokens=self._most_tokens(pool),
             sink_logits=logits_reader(self.layers),
         )
-        runtime = KVPolicyRuntime(
-            self.policies, self.requests, tier, self.captures, compactor, counters
-        )
+        runtime = KVPolicyRuntime(compactor, counters)
         for index, layer in enumerate(self.layers):
             layer.kv_policy_runtime = runtime
             layer.kv_policy_index = index
@@ -291,25 +290,13 @@ class WorkerSetup:
         events = DummyEvents(self.config, most, *sizes, longest, self.query_rows)
         return events.most_tokens()
 
-    def _memory(self, pool: PagePool) -> SurvivorMemory:
-        sizes = self.side_tables
-        return SurvivorMemory(
-            names=remembered(self.needs),
-            requests=self.requests,
-            num_blocks=pool.num_blocks,
-            num_heads=sizes.num_heads,
-            max_local_tokens=sizes.max_local_tokens,
-        )
-
     def _trace(self, on_off: Callable[[], None]) -> Tracer | None:
-        folder = self.config.trace_dir
-        if not folder:
+        if not self.config.trace_dir:
             return None
         engine = self.vllm_config.parallel_config.data_parallel_index
         name = trace_name(self.shard, engine)
-        if name is None:
-            return None
-        return Tracer(folder, self.requests.block_size, on_off, name=name)
+        sizes = self.config.trace_dir, self.requests.block_size
+        return None if name is None else Tracer(*sizes, on_off, name=name)
 
     def _live(self, on_off: Callable[[], None]) -> LiveEvents | None:
         """Return what shows events; of heads with copies, the first rank shows them."""
@@ -336,11 +323,10 @@ class WorkerSetup:
                 "move between layers; a request holds as many superblocks as its "
                 "largest layer needs"
             )
-        block = torch.zeros(1, 1, dtype=torch.int64, device=self.requests.device)
         lists = HeadTables(
             num_requests=self.requests.null_row,
             max_global_blocks=self.side_tables.global_blocks(pool.num_blocks),
-            own_page=pool.own_pages(block).flatten(),
+            own_page=pool.null_pages.flatten(),
             stride=pool.num_heads,
             device=self.requests.device,
             ranks=self.ranks,
@@ -441,9 +427,8 @@ def _step_tables(
     is_final = compat.captures_attention(vllm_config) or requests.device.type != "cpu"
     if not is_final:
         num_rows, num_columns = 0, 0
-    num_heads = layers[0].num_kv_heads
-    sizes = num_heads, num_rows, num_columns
-    return FoldedTables.of_engine(len(layers), *sizes, requests.device, is_final)
+    sizes = len(layers), layers[0].num_kv_heads, num_rows, num_columns
+    return FoldedTables(*sizes, requests.device, is_final)
 
 
 def _captures(
@@ -455,10 +440,14 @@ def _captures(
     """Return the captures that the policies need, hooked to the model."""
     vllm_config, captures = model.vllm_config, list[Capture]()
     if needs.window_tokens:
-        captures.append(QueryWindows.of_engine(vllm_config, model.device))
+        tokens, is_captured = model.step_tokens, compat.captures_attention(vllm_config)
+        rows = query_rows(vllm_config)
+        captures.append(QueryWindows(rows, tokens, model.device, is_captured))
     if needs.signals:
         with refused_for(policies, TokenSignals.serves):
-            captures.append(TokenSignals.of_engine(needs.signals, model))
+            signals = TokenSignals(needs.signals, model)
+            signals.attach(model.module)
+        captures.append(signals)
     # Names that differ only after the admission share one decider.
     deciders = [getattr(policy, "decider", None) for policy in policies.values()]
     for decider in [each for each in deciders if each is not None][:1]:

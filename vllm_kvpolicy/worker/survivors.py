@@ -47,18 +47,6 @@ class SurvivorMemory:
         )
         self._which: dict[tuple[str, ...], torch.Tensor] = {}
 
-    @staticmethod
-    def nbytes_of(
-        num_requests: int,
-        num_blocks: int,
-        num_heads: int,
-        block_size: int,
-        max_local_tokens: int,
-    ) -> int:
-        """Return the bytes that one value takes on the device."""
-        local = num_requests * max_local_tokens
-        return 4 * num_heads * (num_blocks * block_size + local)
-
     def read(
         self,
         names: tuple[str, ...],

@@ -10,13 +10,9 @@ ALIGNMENT = 2  # numbers: kernels read 16 bytes at a time
 
 
 def to_device(values: Integers, device: torch.device) -> torch.Tensor:
-    """Copy integers through pinned memory; the stream orders the copy before its use.
+    """Copy rectangular integers as int64, through pinned memory.
 
-    Args:
-        values: rectangular integers on the host.
-
-    Returns:
-        int64 tensor of the same shape.
+    The stream orders the copy before its use.
     """
     host = torch.as_tensor(np.asarray(values, dtype=np.int64))
     if device.type == "cpu":
@@ -27,14 +23,7 @@ def to_device(values: Integers, device: torch.device) -> torch.Tensor:
 def to_device_together(
     values: Mapping[str, Integers], device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Copy several arrays as one, as `to_device` does.
-
-    Args:
-        values: by name, rectangular integers on the host.
-
-    Returns:
-        By name, int64 tensors of the same shapes: parts of one buffer.
-    """
+    """Copy several arrays as one, as `to_device` does: parts of one buffer."""
     arrays = {name: np.asarray(value, np.int64) for name, value in values.items()}
     sizes = [-(-array.size // ALIGNMENT) * ALIGNMENT for array in arrays.values()]
     buffer = np.zeros(sum(sizes), np.int64)

@@ -18,11 +18,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.sizes import (
-    SlidingGroups,
-    max_blocks_per_request,
-    sliding_groups,
-)
+from vllm_kvpolicy.sizes import SlidingGroups, max_blocks_per_request, sliding_groups
 from vllm_kvpolicy.worker.layers import has_sinks
 from vllm_kvpolicy.worker.setup import prepare, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
@@ -85,7 +81,6 @@ class KVPolicyWorkerMixin:
         early = self.kv_policy_setup.early_bytes if is_ours_to_count else 0
         beside = self.kv_policy_setup.side_tables
         num_blocks = beside.pool_blocks(available - early, superblock)
-        tables = early + beside.nbytes(num_blocks)
         is_searched = self.model_config.original_max_model_len == -1
         longest = 1 if is_searched else self.model_config.max_model_len
         sizes = self.vllm_config, self.kv_policy_config, longest
@@ -100,7 +95,7 @@ class KVPolicyWorkerMixin:
         logger.info(
             "KV policy: tables and the values that policies store per kept token "
             "take %.1f MiB of %.1f MiB",
-            tables / 2**20,
+            (early + beside.nbytes(num_blocks)) / 2**20,
             available / 2**20,
         )
         return num_blocks * superblock
@@ -162,7 +157,7 @@ class KVPolicyWorkerMixin:
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         """Sample, and tell the scheduler how many blocks events have left in use."""
         output = super().sample_tokens(*args, **kwargs)
-        read_answers = self.kv_policy_runtime.answers.take()
+        read_answers = self.kv_policy_runtime.take_answers()
         if read_answers is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
@@ -171,11 +166,7 @@ class KVPolicyWorkerMixin:
 
 
 class LateAnswers(AsyncModelRunnerOutput):
-    """An asynchronous output that carries the answers to its step's events.
-
-    Args:
-        read_answers: waits for the answers and returns them.
-    """
+    """An asynchronous output that carries the answers to its step's events."""
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.block_pool import BlockPool
 
 from support.worker.chain_oracle import Chosen, Rules, is_ascending, survivors
@@ -22,14 +23,13 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.policies.compose import POSITIONS
-from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
+from vllm_kvpolicy.protocol import CompactEvent, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import PlannerLimits
 from vllm_kvpolicy.worker.compaction import Compactor
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
+from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.survivors import SurvivorMemory
-from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import Folder
 
 LAYERS, HEADS, SIZE, DIM = 2, 3, 4, 4
 NUM_HEADS = LAYERS * HEADS
@@ -53,35 +53,64 @@ class Live:
     kept: list[list[int]] = field(
         default_factory=lambda: [[] for _ in range(NUM_HEADS)]
     )
+    # By head, what merges have made of positions.
+    mixed: list[dict[int, float]] = field(
+        default_factory=lambda: [{} for _ in range(NUM_HEADS)]
+    )
 
     def held(self, head: int) -> list[int]:
         """Return the positions that a head holds, oldest first."""
         return self.kept[head] + list(range(self.frontier, self.computed))
 
+    def codes(self, head: int, positions: Sequence[int]) -> torch.Tensor:
+        """Return [T, D] keys of one head's tokens; values are their negative."""
+        mixed = [self.mixed[head].get(p, p) for p in positions]
+        rows = [[self.number, head, p, 1] for p in mixed]
+        return torch.tensor(rows).view(-1, DIM).float()
 
-def codes(number: int, head: int, positions: Sequence[int]) -> torch.Tensor:
-    """Return [T, D] keys of one head's tokens; values are their negative."""
-    return torch.tensor([[number, head, p, 1] for p in positions]).view(-1, DIM).float()
+    def keep(self, head: int, tokens: list[int], note: Seen) -> None:
+        """Keep some of the tokens that a head holds; each may take a dropped one in."""
+        held, merge, mixed = self.held(head), note.decision.merge, {}
+        for token in tokens:
+            position, share = held[token], 1.0
+            mixed[position] = self.mixed[head].get(position, position)
+            if merge is not None:
+                other = int(note.heads(merge.partner)[head, token])
+                share = float(note.heads(merge.weight)[head, token])
+                if other >= 0 and other not in tokens:
+                    taken = self.mixed[head].get(held[other], held[other])
+                    mixed[position] = share * mixed[position] + (1 - share) * taken
+        self.kept[head], self.mixed[head] = [held[token] for token in tokens], mixed
+
+
+def same(found: torch.Tensor, want: torch.Tensor) -> bool:
+    """Return whether two sets of keys are equal, but for rounded merges."""
+    return found.shape == want.shape and torch.allclose(found, want, atol=1e-3)
 
 
 def check_seen(state: Live, note: Seen, frontier: int) -> None:
     """Compare what a policy saw with what the request held."""
     assert state.plan is not None
-    assert (note.end, note.budget) == (state.computed, state.plan.budget)
-    for head, length in enumerate(note.lengths):
+    given, end = note.inputs, int(note.inputs.end[note.event])
+    assert (end, note.budget) == (state.computed, state.plan.budget)
+    keys, values, positions = map(
+        note.heads, map(given.given, ("keys", "values", "positions"))
+    )
+    must_keep, marked = note.heads(given.must_keep), note.heads(given.memory[MARK])
+    for head, length in enumerate(note.heads(given.lengths).tolist()):
         held = state.held(head)
         assert length == len(held)
-        assert note.positions[head, :length].tolist() == held
-        want = codes(state.number, head, held)
-        assert torch.equal(note.keys[head, :length], want)
-        assert torch.equal(note.values[head, :length], -want)
+        assert positions[head, :length].tolist() == held
+        want = state.codes(head, held)
+        assert same(keys[head, :length], want)
+        assert same(values[head, :length], -want)
         must = [p < state.sinks or p >= frontier for p in held]
-        padding = note.must_keep.shape[-1] - length
-        assert note.must_keep[head].tolist() == must + [False] * padding
+        padding = must_keep.shape[-1] - length
+        assert must_keep[head].tolist() == must + [False] * padding
         marks = [
             mark(state.last_event, head, p) if p < state.last_event else 0 for p in held
         ]
-        assert note.marks[head, :length].tolist() == marks
+        assert marked[head, :length].tolist() == marks
 
 
 @dataclass(frozen=True)
@@ -111,10 +140,7 @@ class Chain:
         self.blocks = BlockPool(setup.num_blocks, False, hash_block_size=SIZE)
         self.planner = Planner(PlannerLimits(SIZE, 3))
         spec = KVPolicySpec(
-            block_size=SIZE,
-            num_kv_heads=HEADS,
-            head_size=DIM,
-            dtype=torch.float32,
+            block_size=SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32
         )
         self.manager = KVPolicyManager(
             spec,
@@ -128,7 +154,10 @@ class Chain:
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation
         self.requests = RequestTable(MOST_LIVE, LONGEST, SIZE, CPU)
-        self.compactor = self._compactor()
+        counters: Any = SimpleNamespace(
+            add_events=lambda *given: None, add_tokens=lambda *given: None
+        )
+        self.runtime = KVPolicyRuntime(self._compactor(), counters)
         self.live: dict[str, Live] = {}
         self.late: list[tuple[int, UsedBlocks]] = []
         self.gone: set[str] = set()
@@ -141,12 +170,11 @@ class Chain:
             yield layer if self.setup.one_allocation else layer.clone()
 
     def _compactor(self) -> Compactor:
-        tier = make_tier(self.setup.is_ragged, self.requests, self.pool, LONGEST)
-        self.folder: Folder | None = getattr(tier, "folder", None)
+        sizes = LONGEST, MOST_LIVE, LONGEST // SIZE + 2
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,
-            tier=tier,
+            tier=make_tier(self.setup.is_ragged, self.requests, self.pool, *sizes),
             requests=self.requests,
             captures=[],
             memory=SurvivorMemory(
@@ -182,12 +210,7 @@ class Chain:
         counts: dict[str, int] = {}
         for name in rng.sample(list(self.live), len(self.live)):
             self._schedule(name, counts)
-        events = self.planner.finish_step(counts).events
-        self.requests.drop(self.gone)
-        if self.folder is not None:
-            self.folder.forget(self.gone | {event.request_id for event in events})
-        self.gone = set()
-        answers = self._execute(events)
+        answers = self._execute(self.planner.finish_step(counts))
         for name, count in counts.items():
             self._write(name, count)
         self.totals["steps"] += 1
@@ -269,18 +292,19 @@ class Chain:
 
     # -- the worker's half ------------------------------------------------------
 
-    def _execute(self, events: tuple[CompactEvent, ...]) -> list[UsedBlocks]:
+    def _execute(self, commands: StepCommands) -> Sequence[UsedBlocks]:
         """Run a step's events and learn from the policy what should be left."""
+        events = commands.events
         self.totals["events"] += len(events)
         self.totals["crowded steps"] += len(events) > 1
         seen = getattr(self.setup.policy, "seen", [])
         seen.clear()
-        found = [row for each in self.compactor.run(events) for row in each.read()]
-        answers = [used for _, _, used in found]
+        self.runtime.begin(commands, self.gone)
+        self.gone, answers = set(), self.runtime.take_answers()
         notes = {note.request: note for note in seen}
         for event in events:
             self._expect(event, notes.get(self.live[event.request_id].number))
-        return answers
+        return answers() if answers is not None else ()
 
     def _expect(self, event: CompactEvent, note: Seen | None) -> None:
         """Follow one event; `note` is what the policy saw of it."""
@@ -301,15 +325,17 @@ class Chain:
                 is_ragged=self.setup.is_ragged,
                 is_dynamic=self.setup.policy.dynamic,
             )
-            parts = (note.keep, note.must_keep, note.score)
+            made = note.decision
+            parts = map(note.heads, (made.keep, note.inputs.must_keep, made.score))
             pages = [(len(row) - num_local) // SIZE for row in held]
             chosen = Chosen(*(part.tolist() for part in parts))
             num_dest = len(event.dest_blocks)
             left = survivors(rules, chosen, pages, state.sinks, num_dest)
-            state.kept = [
-                [row[token] for token in tokens]
-                for row, tokens in zip(held, left, strict=True)
-            ]
+            for head, tokens in enumerate(left):
+                state.keep(head, tokens, note)
+            self.totals["merged tokens"] += sum(
+                float(p) != p_old for row in state.mixed for p_old, p in row.items()
+            )
         self.totals["uneven events"] += len(set(map(len, state.kept))) > 1
         self.totals["events without survivors of a head"] += [] in state.kept
         state.frontier, state.last_event = frontier, state.computed
@@ -325,7 +351,7 @@ class Chain:
         for head in range(NUM_HEADS):
             # [B, N, 2D] pages of this head, seen as the kernels write them.
             pages = self.caches[head // HEADS][:, head % HEADS]
-            keys = codes(state.number, head, positions)
+            keys = state.codes(head, positions)
             if not self.setup.columns:
                 pages[blocks, offsets] = torch.cat([keys, -keys], dim=-1)
                 continue
@@ -356,37 +382,36 @@ class Chain:
         rows = [[b.block_id for b in self.manager.req_to_blocks[n]] for n in names]
         width = max(map(len, rows)) + 1
         padded = [row + [0] * (width - len(row)) for row in rows]
-        ends = torch.tensor([self.live[name].computed for name in names])
+        ends = torch.tensor([self.live[name].computed for name in names]).int()
+        self.runtime.batch_request_ids = lambda: names
         queries = torch.tensor([counts.get(name, 1) for name in names])
         starts = torch.nn.functional.pad(queries.cumsum(0), (1, 0)).int()
-        common = SimpleNamespace(
-            num_reqs=len(names),
-            max_query_len=int(queries.max()),
-            seq_lens_cpu_upper_bound=ends,
-            seq_lens=ends.int(),
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            block_table_tensor=torch.tensor(padded, dtype=torch.int32),
+        found = self.runtime.build(
+            CommonAttentionMetadata(
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=ends,
+                seq_lens_cpu_upper_bound=ends,
+                num_reqs=len(names),
+                num_actual_tokens=int(starts[-1]),
+                max_query_len=int(queries.max()),
+                max_seq_len=int(ends.max()),
+                block_table_tensor=torch.tensor(padded, dtype=torch.int32),
+                slot_mapping=torch.empty(0),
+            )
         )
-        tables, lengths = self._stock(common, names)
-        if self.folder is not None and len(self.requests):
-            folded = self.folder.fold(common, names)
-            tables = folded.tables.unflatten(1, (-1, HEADS))
-            lengths = folded.lengths.unflatten(1, (-1, HEADS))
+        self.runtime.end()
+        if found.folded is not None:
+            tables = found.folded.tables.unflatten(1, (-1, HEADS))
+            lengths = found.folded.lengths.unflatten(1, (-1, HEADS))
+        else:  # what stock attention reads
+            common = found.common
+            pages = self.pool.own_pages(common.block_table_tensor.long())
+            tables = pages.transpose(0, 1)
+            lengths = common.seq_lens[:, None].expand(LAYERS, len(names), HEADS)
         for index, name in enumerate(names):
             pages, sizes = tables[:, index].flatten(0, 1), lengths[:, index].flatten()
             self._check_request(name, set(rows[index]), pages, sizes.tolist())
-
-    def _stock(
-        self, common: Any, names: list[str]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return page ids [L, R, H, P] and lengths [L, R, H] of stock attention."""
-        slots = torch.from_numpy(self.requests.rows(names, len(names)))
-        table = common.block_table_tensor
-        physical = PhysicalTables(self.requests, *table.shape)
-        blocks, held = physical.fill(slots, table, common.seq_lens, table.shape[1])
-        lengths = held[:, None].expand(LAYERS, len(names), HEADS)
-        return self.pool.own_pages(blocks.long()).transpose(0, 1), lengths
 
     def _check_request(
         self, name: str, row: set[int], pages: torch.Tensor, lengths: list[int]
@@ -407,9 +432,9 @@ class Chain:
             if self.setup.moves:
                 order = keys[:, 2].argsort()
                 keys, values = keys[order], values[order]
-            want = codes(state.number, head, expected)
-            assert torch.equal(keys, want), (name, head, keys.tolist(), expected)
-            assert torch.equal(values, -want), (name, head)
+            want = state.codes(head, expected)
+            assert same(keys, want), (name, head, keys.tolist(), expected)
+            assert same(values, -want), (name, head)
         assert len(set(taken)) == len(taken), "a page has two owners"
         blocks = {page // HEADS % self.setup.num_blocks for _, page in taken}
         assert blocks <= row - {0}, "a page of somebody else's superblock"

@@ -6,26 +6,28 @@ from typing import Any
 
 import torch
 
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Needs, Policy
 
 MARK = "mark"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """One event as the policy saw it, and what it decided; tensors are [n, T, ...]."""
+    """One event of a batch as the policy saw it, and what it decided."""
 
-    request: int
-    end: int
+    inputs: EventInputs
     budget: int
-    lengths: list[int]
-    must_keep: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
-    positions: torch.Tensor
-    marks: torch.Tensor
-    keep: torch.Tensor
-    score: torch.Tensor
+    decision: Decision
+    event: int
+
+    def heads(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [n, ...] of this event's [E, L, H, ...]."""
+        return values[self.event].flatten(0, 1)
+
+    @property
+    def request(self) -> int:
+        """The number that the keys of its tokens begin with."""
+        return int(self.heads(self.inputs.given("keys"))[0, 0, 0])
 
 
 def mark(end: int, head: Any, position: Any) -> Any:
@@ -39,12 +41,13 @@ class ScriptedPolicy(Policy):
     Args:
         is_ragged: heads get different sizes whose mean is the budget.
         dynamic: the mean may be smaller.
+        merges: survivors take dropped tokens in.
     """
 
     needs = Needs(keys=True, values=True, positions=True, memory=(MARK,))
 
-    def __init__(self, is_ragged: bool, dynamic: bool) -> None:
-        self.is_ragged, self.dynamic = is_ragged, dynamic
+    def __init__(self, is_ragged: bool, dynamic: bool, merges: bool = False) -> None:
+        self.is_ragged, self.dynamic, self.merges = is_ragged, dynamic, merges
         self.seen: list[Seen] = []
         self.batches: list[tuple[int, int]] = []  # events, tokens per head
 
@@ -52,25 +55,37 @@ class ScriptedPolicy(Policy):
         """Choose, event by event."""
         self.batches.append((len(inputs.end), inputs.must_keep.shape[-1]))
         keep = torch.zeros_like(inputs.must_keep)
-        score = torch.zeros(keep.shape)
-        marks = torch.zeros(keep.shape)
+        score, marks, weight = torch.zeros(3, *keep.shape)
+        partner = torch.full(keep.shape, -1)
         for event, lengths in enumerate(inputs.lengths.flatten(1).tolist()):
             must = inputs.must_keep[event].flatten(0, 1)
             end = int(inputs.end[event])
             rng = Random(f"{inputs.given('keys')[event, 0, 0, 0, 0]} {end}")
             sizes = self._sizes(rng, must.sum(-1).tolist(), lengths, budget)
-            kept, scores = keep[event].flatten(0, 1), score[event].flatten(0, 1)
+            kept, scores, partners, weights = (
+                part[event].flatten(0, 1) for part in (keep, score, partner, weight)
+            )
             for head, (size, length) in enumerate(zip(sizes, lengths, strict=True)):
                 pinned = must[head].nonzero().flatten().tolist()
                 others = [token for token in range(length) if token not in pinned]
-                kept[head, pinned + rng.sample(others, size - len(pinned))] = True
+                chosen = rng.sample(others, size - len(pinned))
+                kept[head, pinned + chosen] = True
                 draws = [float(rng.randrange(4)) for _ in range(length)]
                 scores[head, :length] = torch.tensor(draws)
+                if self.merges:
+                    dropped = [token for token in others if token not in chosen]
+                    rng.shuffle(dropped)
+                    for token, other in zip(chosen, dropped, strict=False):
+                        partners[head, token] = other
+                        weights[head, token] = rng.choice((0.25, 0.5, 1.0))
             at = inputs.given("positions")[event].flatten(0, 1)
             head = torch.arange(len(at))[:, None]
             marks[event] = mark(end, head, at).view(marks[event].shape)
-            self._note(inputs, event, budget, lengths, kept, scores)
-        return Decision(keep, score, {MARK: marks})
+        merge = Merge(partner, weight) if self.merges else None
+        decision = Decision(keep, score, {MARK: marks}, merge=merge)
+        seen = inputs.copied(), budget, decision
+        self.seen += [Seen(*seen, event) for event in range(len(inputs.end))]
+        return decision
 
     def _sizes(
         self, rng: Random, least: list[int], most: list[int], budget: int
@@ -90,29 +105,3 @@ class ScriptedPolicy(Policy):
             if sum(sizes) > total:
                 sizes[head] -= sum(sizes) - total
         return sizes
-
-    def _note(
-        self,
-        inputs: EventInputs,
-        event: int,
-        budget: int,
-        lengths: list[int],
-        keep: torch.Tensor,
-        score: torch.Tensor,
-    ) -> None:
-        keys = inputs.given("keys")[event].flatten(0, 1).clone()
-        self.seen.append(
-            Seen(
-                request=int(keys[0, 0, 0]),
-                end=int(inputs.end[event]),
-                budget=budget,
-                lengths=lengths,
-                must_keep=inputs.must_keep[event].flatten(0, 1).clone(),
-                keys=keys,
-                values=inputs.given("values")[event].flatten(0, 1).clone(),
-                positions=inputs.given("positions")[event].flatten(0, 1).clone(),
-                marks=inputs.memory[MARK][event].flatten(0, 1).clone(),
-                keep=keep.clone(),
-                score=score.clone(),
-            )
-        )

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from support.worker.loaded_model import loaded_model
 from support.worker.tiers import make_tier
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies import compose as factory
@@ -60,9 +61,8 @@ class World:
         self.caches = draw(*shape, device=where)
         self.pool = PagePool(list(self.caches), False)
         self.requests = RequestTable(NUM_SLOTS, BLOCKS, SIZE, where)
-        signals = TokenSignals(
-            needs.signals, LAYERS, NUM_SLOTS, 200, 100, DIM, torch.float32, where
-        )
+        model = loaded_model(LAYERS, NUM_SLOTS, 200, 100, DIM, where)
+        signals = TokenSignals(needs.signals, model)
         windows = QueryWindows(GROUP, 100, where)
         windows.bind(self.pool)
         self.captures = [windows, signals] if needs.signals else [windows]

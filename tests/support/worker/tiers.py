@@ -1,7 +1,5 @@
 """Tiers of either kind, with tables of their own."""
 
-import torch
-
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import EqualTier, PhysicalTables
@@ -32,8 +30,7 @@ def make_tier(
         tables = PhysicalTables(requests, rows, columns)
         return EqualTier(requests, pool, tables)
     device = requests.device
-    null = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    own = pool.own_pages(null).flatten()
+    own = pool.null_pages.flatten()
     lists = HeadTables(requests.null_row, longest, own, pool.num_heads, device)
     room = FoldedTables(pool.num_layers, pool.num_heads, rows, columns, device)
     return RaggedTier(requests, pool, lists, room)

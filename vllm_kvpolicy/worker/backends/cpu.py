@@ -16,12 +16,12 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.worker.backends.mixins import (
+    KVPolicyBackendMixin,
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
-from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 
 
 class KVPolicyCPUMetadataBuilder(
@@ -33,16 +33,14 @@ class KVPolicyCPUMetadataBuilder(
     uses the AVX order, which `worker.pages` can read.
     """
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if server_config(vllm_config) is not None and self.isa == "amx":
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if self.kv_policy_config is not None and self.isa == "amx":
             self.isa = "vec"
-            self._set_isa_to_layers(layer_names)
+            self._set_isa_to_layers(self.layer_names)
 
     def folded_layer(
-        self, built: Any, batch: LayerBatch, **changes: Any
+        self, built: Any, batch: FoldedBatch, **changes: Any
     ) -> CPUAttentionMetadata:
         schedule = ops.cpu_attn_get_scheduler_metadata(
             num_reqs=len(batch.lengths),
@@ -66,18 +64,11 @@ class KVPolicyCPUImpl(KVPolicyImplMixin, CPUAttentionBackendImpl):
     """Stock CPU attention that saves queries."""
 
 
-class KVPolicyCPUBackend(CPUAttentionBackend):
+class KVPolicyCPUBackend(KVPolicyBackendMixin, CPUAttentionBackend):
     """CPU_ATTN with a policy; cache layout and kernels are the stock ones."""
 
     keys_are_columns = True
-
-    @staticmethod
-    def get_impl_cls() -> type[KVPolicyCPUImpl]:
-        return KVPolicyCPUImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[KVPolicyCPUMetadataBuilder]:
-        return KVPolicyCPUMetadataBuilder
+    impl, builder = KVPolicyCPUImpl, KVPolicyCPUMetadataBuilder
 
 
 register_backend(

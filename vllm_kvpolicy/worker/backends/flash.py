@@ -1,8 +1,4 @@
-"""vLLM's FlashAttention with a policy.
-
-It replaces FLASH_ATTN where `worker.gpu` is imported. An engine without a policy in the
-same process gets stock kernels and metadata, over the cache layout named here.
-"""
+"""vLLM's FlashAttention with a policy."""
 
 from typing import Any
 
@@ -12,7 +8,6 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.worker.backends.mixins import (
     HeadMajorBackendMixin,
     KVPolicyImplMixin,
@@ -30,12 +25,9 @@ class KVPolicyFlashMetadataBuilder(
     computes its own on the device.
     """
 
-    def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
-    ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        config = server_config(vllm_config)
-        if config is not None and config.is_ragged:
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        if self.kv_policy_config is not None and self.kv_policy_config.is_ragged:
             self.aot_schedule = False
 
 
@@ -46,10 +38,4 @@ class KVPolicyFlashImpl(KVPolicyImplMixin, FlashAttentionImpl):
 class KVPolicyFlashBackend(HeadMajorBackendMixin, FlashAttentionBackend):
     """FLASH_ATTN with a policy."""
 
-    @staticmethod
-    def get_impl_cls() -> type[KVPolicyFlashImpl]:
-        return KVPolicyFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[KVPolicyFlashMetadataBuilder]:
-        return KVPolicyFlashMetadataBuilder
+    impl, builder = KVPolicyFlashImpl, KVPolicyFlashMetadataBuilder

@@ -1,8 +1,5 @@
 """vLLM's FlashInfer attention with a policy.
 
-It replaces FLASHINFER where `worker.gpu` is imported. An engine without a policy in the
-same process gets stock kernels and metadata, over the cache layout named here.
-
 FlashInfer plans a step on the host. vLLM's upper bound on lengths is exact there unless
 tokens are speculated, and events drop whole superblocks, which the scheduler counts.
 Where heads have lengths of their own only the device knows them; guards refuse that.
@@ -56,6 +53,8 @@ class KVPolicyFlashInferImpl(KVPolicyImplMixin, FlashInferImpl):
 class KVPolicyFlashInferBackend(HeadMajorBackendMixin, FlashInferBackend):
     """FLASHINFER with a policy."""
 
+    impl, builder = KVPolicyFlashInferImpl, KVPolicyFlashInferMetadataBuilder
+
     @classmethod
     def supports_combination(
         cls,
@@ -71,11 +70,3 @@ class KVPolicyFlashInferBackend(HeadMajorBackendMixin, FlashInferBackend):
         return super().supports_combination(
             head_size, dtype, kv_cache_dtype, block_size, *rest
         )
-
-    @staticmethod
-    def get_impl_cls() -> type[KVPolicyFlashInferImpl]:
-        return KVPolicyFlashInferImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[KVPolicyFlashInferMetadataBuilder]:
-        return KVPolicyFlashInferMetadataBuilder

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -14,7 +14,6 @@ from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
-    LayerBatch,
     fold_queries,
     unfold_output,
 )
@@ -32,7 +31,7 @@ class FoldedMetadata:
     """
 
     batch: FoldedBatch | SelectedBatch
-    stock: Callable[[LayerBatch], Any]
+    stock: Callable[[FoldedBatch], Any]
     max_queries: int
     exact: VisibleUntil | None
 
@@ -51,13 +50,9 @@ class KVPolicyMetadataBuilderMixin:
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.kv_policy_config = server_config(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         self._first_layer = layers[layer_names[0]]
-
-    @property
-    def kv_policy_runtime(self) -> KVPolicyRuntime | None:
-        """The worker's runtime; None without a policy or before the KV cache exists."""
-        return getattr(self._first_layer, "kv_policy_runtime", None)
 
     @classmethod
     def get_cudagraph_support(
@@ -86,8 +81,10 @@ class KVPolicyMetadataBuilderMixin:
         **kwargs: Any,
     ) -> Any:
         """Build the stock metadata of this step; see the stock builder."""
-        runtime = self.kv_policy_runtime
-        if runtime is None:
+        runtime: KVPolicyRuntime | None = getattr(
+            self._first_layer, "kv_policy_runtime", None
+        )
+        if runtime is None:  # no policy, or no KV cache yet
             return super().build(
                 common_prefix_len, common_attn_metadata, fast_build, **kwargs
             )
@@ -102,7 +99,7 @@ class KVPolicyMetadataBuilderMixin:
             )
         return built
 
-    def folded_layer(self, built: Any, batch: LayerBatch, **changes: Any) -> Any:
+    def folded_layer(self, built: Any, batch: FoldedBatch, **changes: Any) -> Any:
         """Return stock metadata of one layer over a folded batch.
 
         Args:
@@ -119,8 +116,27 @@ class KVPolicyMetadataBuilderMixin:
         )
 
 
-class HeadMajorBackendMixin:
-    """A backend for GPUs: stock kernels over head-major blocks."""
+class KVPolicyBackendMixin:
+    """Names the two classes of a backend."""
+
+    impl: ClassVar[type]
+    builder: ClassVar[type]
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        return cls.impl
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        return cls.builder
+
+
+class HeadMajorBackendMixin(KVPolicyBackendMixin):
+    """A backend for GPUs: stock kernels over head-major blocks.
+
+    It replaces a stock one where `worker.gpu` is imported. An engine without a policy
+    in the same process gets stock kernels and metadata, over the cache layout here.
+    """
 
     keys_are_columns = False
     # From vLLM 0.33 on, a model may write to the cache itself and pass no keys, which

@@ -1,8 +1,4 @@
-"""vLLM's Triton attention with a policy.
-
-It replaces TRITON_ATTN where `worker.gpu` is imported. An engine without a policy in
-the same process gets stock kernels and metadata, over the cache layout named here.
-"""
+"""vLLM's Triton attention with a policy."""
 
 from typing import Any
 
@@ -18,7 +14,7 @@ from vllm_kvpolicy.worker.backends.mixins import (
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
 )
-from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 
 
 class KVPolicyTritonMetadataBuilder(
@@ -27,7 +23,7 @@ class KVPolicyTritonMetadataBuilder(
     """Stock Triton metadata over physical tables."""
 
     def folded_layer(
-        self, built: Any, batch: LayerBatch, **changes: Any
+        self, built: Any, batch: FoldedBatch, **changes: Any
     ) -> TritonAttentionMetadata:
         """Return stock metadata of one layer over a folded batch.
 
@@ -51,10 +47,4 @@ class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):
 class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):
     """TRITON_ATTN with a policy."""
 
-    @staticmethod
-    def get_impl_cls() -> type[KVPolicyTritonImpl]:
-        return KVPolicyTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[KVPolicyTritonMetadataBuilder]:
-        return KVPolicyTritonMetadataBuilder
+    impl, builder = KVPolicyTritonImpl, KVPolicyTritonMetadataBuilder

@@ -25,24 +25,18 @@ class Capture:
 
     Attributes:
         holds: what takes its memory, for errors.
+        nbytes: bytes of device memory that are held before the KV cache is made.
+        page_bytes: bytes of device memory for each head page of the pool.
     """
 
     holds: ClassVar[str]
+    nbytes = 0
+    page_bytes = 0
 
     @staticmethod
     def serves(needs: Needs) -> bool:
         """Return whether events with these needs read it; none do here."""
         return False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of device memory that are held before the KV cache is made."""
-        return 0
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of device memory that it needs for each head page of the pool."""
-        return 0
 
     def bind(self, pool: PagePool) -> None:
         """Allocate what has one entry per page, once the KV cache exists."""

@@ -15,11 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.protocol import CompactEvent
-from vllm_kvpolicy.sizes import query_rows
 from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
@@ -65,24 +63,11 @@ class QueryWindows(Capture):
     ) -> None:
         shape = (step_tokens, num_parts)
         self.targets = torch.full(shape, UNWANTED, dtype=torch.int64, device=device)
+        self.nbytes = self.targets.nbytes
         self._is_captured, self._is_planned = is_captured, False
         self._lent: dict[str, tuple[int, ...]] = {}  # superblocks with queries
 
-    @classmethod
-    def of_engine(cls, vllm_config: Any, device: torch.device) -> "QueryWindows":
-        return cls(
-            query_rows(vllm_config),
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            device,
-            compat.captures_attention(vllm_config),
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return self.targets.nbytes
-
     def bind(self, pool: PagePool) -> None:
-        """Save into this pool from now on."""
         self.pool = pool
 
     def plan(self, step: Step) -> None:
@@ -109,7 +94,6 @@ class QueryWindows(Capture):
         self._is_planned = True
 
     def end_step(self) -> None:
-        """Save nothing until the next `plan`."""
         if self._is_planned:
             self.targets.fill_(UNWANTED)
         self._is_planned = False
@@ -137,13 +121,11 @@ class QueryWindows(Capture):
     def numbers(
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
-        """Return where the windows of events are; see `Capture.numbers`."""
         part = np.arange(needs.window_tokens * self.targets.shape[1])
         blocks = np.array([event.window_blocks for event in events])
         return {"window_rows": self._rows(blocks, part)}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
-        """Return the newest queries of the batch's requests."""
         window_tokens = batch.policy.needs.window_tokens
         queries = self.queries(batch.sent["window_rows"], window_tokens)
         self.drop([event.request_id for event in batch.events])

@@ -43,7 +43,6 @@ class HiddenStep(Buffers):
     """
 
     def forward(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """Measure one forward pass of the layer; see `_note_hidden_step`."""
         torch.ops.vllm_kvpolicy.note_hidden_step(
             hidden, residual, self.before, self.after, self.left, self.change
         )
@@ -87,11 +86,7 @@ class TokenSignals(Capture):
     chunks of a prompt do not matter.
 
     Args:
-        num_layers: L, decoder layers of the model.
-        num_requests: requests that may be live at once; one more row is for padding.
-        step_tokens: most tokens of a step.
-        hidden_size: d, width of the residual stream.
-        dtype: of the model.
+        model: which it measures once it is attached.
 
     Raises:
         ValueError: a signal of layers that the model does not have.
@@ -103,80 +98,41 @@ class TokenSignals(Capture):
     def serves(needs: Needs) -> bool:
         return bool(needs.signals)
 
-    def __init__(
-        self,
-        signals: Sequence[TokenSignal],
-        num_layers: int,
-        num_requests: int,
-        max_model_len: int,
-        step_tokens: int,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.signals = tuple(signals)
-        self.num_layers = num_layers
-        self.device = device
+    def __init__(self, signals: Sequence[TokenSignal], model: LoadedModel) -> None:
+        config, device = model.vllm_config, model.device
+        self.signals, self.num_layers, self.device = signals, len(model.layers), device
+        # One more row is for padding.
+        num_requests = config.scheduler_config.max_num_seqs
         self._rows = RequestRows(num_requests)
-        shape = (num_requests + 1, len(signals), max_model_len)
+        shape = num_requests + 1, len(signals), config.model_config.max_model_len
         self._table = torch.zeros(shape, device=device)
-        tokens = torch.zeros(step_tokens, dtype=torch.int64, device=device)
+        tokens = torch.zeros(model.step_tokens, dtype=torch.int64, device=device)
         self._before = torch.full_like(tokens, FROM_BATCH)
         self._after = torch.full_like(tokens, num_requests)
-        left = torch.zeros(num_requests + 1, hidden_size, dtype=dtype, device=device)
-        change = torch.zeros(step_tokens, device=device)
+        width = config.model_config.get_hidden_size()
+        left = torch.zeros(num_requests + 1, width, dtype=model.dtype, device=device)
+        change = torch.zeros(model.step_tokens, device=device)
         layers = {
             layer
             for signal in signals
             if signal.kind == "hidden"
-            for layer in signal.layers(num_layers)
+            for layer in signal.layers(self.num_layers)
         }
         # Copies, not views: compiled graphs must not be given parts of one buffer.
+        shared = {"before": self._before, "after": self._after}
         self._steps = {
-            layer: HiddenStep(
-                before=self._before,
-                after=self._after,
-                left=left.clone(),
-                change=change.clone(),
-            )
+            layer: HiddenStep(**shared, left=left.clone(), change=change.clone())
             for layer in sorted(layers)
         }
         kinds = {signal.kind for signal in signals} - {"hidden"}
         self._variances = {
-            kind: torch.zeros(num_layers, step_tokens, device=device) for kind in kinds
+            kind: change.new_zeros(self.num_layers, len(change)) for kind in kinds
         }
+        of_step = len(self._steps) * (left.nbytes + change.nbytes)
+        tensors = [self._table, self._before, self._after, *self._variances.values()]
+        self.nbytes = of_step + sum(tensor.nbytes for tensor in tensors)
         # Row and position of each token of the step.
         self._plan: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @classmethod
-    def of_engine(
-        cls, signals: Sequence[TokenSignal], model: LoadedModel
-    ) -> "TokenSignals":
-        """Size the tables for an engine and attach to its model.
-
-        Raises:
-            ValueError: the layers cannot be found.
-        """
-        vllm_config = model.vllm_config
-        table = cls(
-            signals,
-            num_layers=len(model.layers),
-            num_requests=vllm_config.scheduler_config.max_num_seqs,
-            max_model_len=vllm_config.model_config.max_model_len,
-            step_tokens=model.step_tokens,
-            hidden_size=vllm_config.model_config.get_hidden_size(),
-            dtype=model.dtype,
-            device=model.device,
-        )
-        table.attach(model.module)
-        return table
-
-    @property
-    def nbytes(self) -> int:
-        tensors = [self._table, self._before, self._after, *self._variances.values()]
-        for step in self._steps.values():
-            tensors += [step.left, step.change]
-        return sum(tensor.nbytes for tensor in tensors)
 
     def attach(self, model: nn.Module) -> None:
         """Hook the model; before it is compiled or captured.
@@ -234,11 +190,9 @@ class TokenSignals(Capture):
     def numbers(
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
-        """Return the rows of the requests; see `Capture.numbers`."""
         return {"signal_rows": self.rows_of([event.request_id for event in events])}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
-        """Return the signals of the batch's requests up to their events."""
         longest = max(event.position for event in batch.events)
         return {"signals": self.values(batch.sent["signal_rows"], longest)}
 

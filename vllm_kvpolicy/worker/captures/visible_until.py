@@ -18,7 +18,7 @@ from vllm_kvpolicy.worker.batch import Batch
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.step import Step, StepTokens
-from vllm_kvpolicy.worker.tiers.head_tables import LayerBatch
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.transfer import to_device
 
 
@@ -62,21 +62,13 @@ class VisibleUntil(Capture):
         self._own = torch.zeros(step_tokens, dtype=torch.int64, device=device)
         self._governed = torch.zeros_like(self._own)
         self._position = torch.zeros_like(self._own)
+        self.nbytes = 3 * self._own.nbytes + decider.nbytes
+        self.page_bytes = 4 * block_size  # an int32 for each slot
         self.pool: PagePool
         self.until: list[torch.Tensor] = []
         self._base: list[int] = []
 
-    @property
-    def nbytes(self) -> int:
-        return 3 * self._own.nbytes + self.decider.nbytes
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes that it needs for each head page: an int32 for each of its slots."""
-        return 4 * self._block_size
-
     def bind(self, pool: PagePool) -> None:
-        """Allocate a value for each slot of a pool."""
         num_heads = pool.num_blocks * pool.num_heads
         num_pages = num_heads * (pool.num_layers if pool.spans_layers else 1)
         shape = num_pages, pool.block_size
@@ -90,7 +82,6 @@ class VisibleUntil(Capture):
         self._base = [layer * step for layer in range(pool.num_layers)]
 
     def plan(self, step: Step) -> None:
-        """Note where the coming forward pass writes its tokens."""
         tokens = StepTokens.of(step.metadata)
         num_tokens, size = len(tokens.row), self._block_size
         blocks, stride = step.metadata.block_table_tensor, len(self._heads) * size
@@ -106,7 +97,6 @@ class VisibleUntil(Capture):
         self._position[:num_tokens] = tokens.position
 
     def end_step(self) -> None:
-        """Write nowhere until the next `plan`."""
         self._own.zero_()
         self._governed.zero_()
 
@@ -159,7 +149,7 @@ class VisibleUntil(Capture):
     def attend(
         self,
         layer: int,
-        batch: LayerBatch,
+        batch: FoldedBatch,
         queries: torch.Tensor,
         result: torch.Tensor,
         scale: float,

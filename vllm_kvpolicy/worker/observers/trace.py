@@ -140,13 +140,7 @@ class Tracer:
         if size <= self.bytes_left:
             self._save(arrays)
         elif self.bytes_left >= 0:
-            logger.warning(
-                "the trace in %s is full after %d events; later events are not "
-                "recorded",
-                self.directory,
-                self._count,
-            )
-            self.on_off()
+            self._end(f"the trace in {self.directory} is full")
         self.bytes_left -= size
         self._count += 1
 
@@ -162,14 +156,13 @@ class Tracer:
             with suppress(OSError):
                 path.unlink()
             self.bytes_left = -1
-            logger.warning(
-                "cannot write to the trace in %s (%s) after %d events; later events "
-                "are not recorded",
-                self.directory,
-                error.strerror,
-                self._count,
-            )
-            self.on_off()
+            where = f"the trace in {self.directory} ({error.strerror})"
+            self._end(f"cannot write to {where}")
+
+    def _end(self, why: str) -> None:
+        text = "%s after %d events; later events are not recorded"
+        logger.warning(text, why, self._count)
+        self.on_off()
 
 
 def _small(values: torch.Tensor) -> np.ndarray:

@@ -16,7 +16,7 @@ from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
@@ -61,21 +61,10 @@ class PhysicalTables:
             [R, width] int32 superblocks and [R] int32 tokens held, views.
         """
         tables, lengths = self.tables[: len(rows), :width], self.lengths[: len(rows)]
-        requests = self.requests
-        survivors = (
-            requests.global_blocks,
-            requests.num_global,
-            requests.frontier_blocks,
-        )
-        page_tables(
-            tables,
-            lengths,
-            rows,
-            block_table,
-            seq_lens,
-            *survivors,
-            requests.block_size,
-        )
+        own = self.requests
+        survivors = own.global_blocks, own.num_global, own.frontier_blocks
+        step = rows, block_table, seq_lens
+        page_tables(tables, lengths, *step, *survivors, own.block_size)
         return tables, lengths
 
 
@@ -107,7 +96,6 @@ class EqualTier(Tier):
     def numbers(
         self, events: Sequence[CompactEvent], rows: Sequence[int]
     ) -> dict[str, Integers]:
-        """Return all superblocks, and how many are below the frontier; see `Tier`."""
         return super().numbers(events, rows) | {
             "blocks": padded([e.source_blocks + e.local_blocks for e in events]),
             "num_pages": [len(event.source_blocks) for event in events],
@@ -150,7 +138,7 @@ class EqualTier(Tier):
             unmoved = (pages == before).flatten(1)
         return PageLists(first, pages.flatten(1), unmoved)
 
-    def commit(self, batch: Batch, lists: PageLists) -> PageCounts | None:
+    def commit(self, batch: Batch, lists: PageLists) -> EventAnswer | None:
         """Remember nothing: stock pages follow from the superblocks."""
         return None
 
@@ -158,7 +146,6 @@ class EqualTier(Tier):
         """Do nothing: every step fills its tables from scratch."""
 
     def metadata(self, step: Step) -> StepMetadata:
-        """Return vLLM's metadata with physical tables and lengths; see `Tier`."""
         common, has_survivors = step.metadata, step.is_real and bool(len(self.requests))
         if not (has_survivors or self.is_captured):
             return StepMetadata(common)

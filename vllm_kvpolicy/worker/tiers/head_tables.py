@@ -11,8 +11,9 @@ Where graphs are captured the tensors stay in place, so that a graph reads what 
 of its replay has put there.
 """
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -67,11 +68,6 @@ class HeadTables:
         # By row, pages of the longest list and of all, on the rank that has most.
         self._counts = np.zeros((2, size), dtype=np.int64)
         self._arriving: dict[int, tuple[HostCopy, int]] = {}
-
-    @staticmethod
-    def nbytes(num_requests: int, max_global_blocks: int, num_heads: int) -> int:
-        """Return the bytes of the tables on the device, int32 all of them."""
-        return 4 * num_requests * (max_global_blocks * num_heads + num_heads + 1)
 
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
         """Empty the lists in rows that a new request takes over."""
@@ -152,21 +148,23 @@ class HeadTables:
         )
 
 
-# -- tables of a step ----------------------------------------------------------
-
 SPARE = 8  # rows and columns by which a batch may grow before tables are replaced
 
 
 @dataclass(frozen=True)
-class LayerBatch:
-    """What one layer of a step reads, rows in the order (request, KV head).
+class FoldedBatch:
+    """What attention reads in a step, rows in the order (request, KV head).
+
+    Of a single layer, it has no axis L.
 
     Args:
-        tables: [R * H, C] int32 page ids.
-        lengths: [R * H] int32, tokens that each row reads, this step's included.
+        tables: [L, R * H, C] int32 page ids.
+        lengths: [L, R * H] int32, tokens that each row reads, this step's included.
         query_start: [R * H + 1] int32, first query token of each row.
-        max_length: see `FoldedBatch`.
-        order: see `FoldedBatch`.
+        max_length: no row holds more. For a batch without requests, with which a graph
+            may be captured, it is vLLM's bound, since replays will hold more.
+        order: [T * H] int64, place of each (token, KV head) among the folded queries;
+            None where every request has one token, so that folding is a view.
         ends: [R * H] int32, logical position after each row's newest token; None where
             attention does not need it.
     """
@@ -176,50 +174,20 @@ class LayerBatch:
     query_start: torch.Tensor
     max_length: int
     order: torch.Tensor | None
-    ends: torch.Tensor | None
+    ends: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """Folded query tokens: those of the step, once for each KV head."""
-        return len(self.lengths if self.order is None else self.order)
+        return len(self.query_start) - 1 if self.order is None else len(self.order)
 
-
-@dataclass(frozen=True)
-class FoldedBatch:
-    """Page tables of a step, rows in the order (request, KV head).
-
-    Args:
-        tables: [L, R * H, C] int32 page ids.
-        lengths: [L, R * H] int32, tokens that each row holds, this step's included.
-        query_start: [R * H + 1] int32, first query token of each row.
-        max_length: no row holds more. For a batch without requests, with which a graph
-            may be captured, it is vLLM's bound, since replays will hold more.
-        order: [T * H] int64, place of each (token, KV head) among the folded queries;
-            None where every request has one token, so that folding is a view.
-        ends: see `LayerBatch`.
-    """
-
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    query_start: torch.Tensor
-    max_length: int
-    order: torch.Tensor | None
-    ends: torch.Tensor | None = None
-
-    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+    def of_layer(self, layer: int, query: torch.Tensor) -> "FoldedBatch":
         """Return what one layer reads: all that is held.
 
         Args:
             query: [T, Hq, D] model dtype, post-RoPE.
         """
-        return LayerBatch(
-            self.tables[layer],
-            self.lengths[layer],
-            self.query_start,
-            self.max_length,
-            self.order,
-            self.ends,
-        )
+        return replace(self, tables=self.tables[layer], lengths=self.lengths[layer])
 
 
 class FoldedTables:
@@ -229,6 +197,9 @@ class FoldedTables:
         num_layers, num_heads: L and H.
         num_rows, num_pages: B rows of C pages at most.
         is_final: they must not be replaced, since graphs read them.
+
+    Raises:
+        ValueError: the device has no room for them.
 
     Attributes:
         pages: [L, B, H, C] int32 page ids.
@@ -248,39 +219,21 @@ class FoldedTables:
         is_final: bool = False,
     ) -> None:
         self.is_final = is_final
-        shape = num_layers, num_rows, num_heads, num_pages
-        self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
-        self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
-        self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
         self.filled: list[tuple[str, int] | None] = [None] * num_rows
-
-    @classmethod
-    def of_engine(
-        cls,
-        num_layers: int,
-        num_heads: int,
-        num_rows: int,
-        num_pages: int,
-        device: torch.device,
-        is_final: bool,
-    ) -> "FoldedTables":
-        """Return tables of an engine, and say in the log how large they are.
-
-        Raises:
-            ValueError: the device has no room for them.
-        """
-        size = 4 * num_layers * num_rows * num_heads * num_pages / 2**20
+        shape = num_layers, num_rows, num_heads, num_pages
+        size = 4 * math.prod(shape) / 2**20
         try:
-            found = cls(num_layers, num_heads, num_rows, num_pages, device, is_final)
+            self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
+            self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"kv_policy: per-head page tables of {num_rows} requests with "
                 f"{num_pages} pages each take {size:.0f} MiB, more than the device "
                 "has free; lower --max-num-seqs or --max-model-len"
             ) from None
-        if size:
+        if is_final:
             logger.info("KV policy: %.0f MiB for per-head page tables", size)
-        return found
 
     @property
     def nbytes(self) -> int:
@@ -349,14 +302,13 @@ class Folder:
         lengths = tables.lengths[:, :num_rows]
         torch.add(held, offsets, alpha=requests.block_size, out=lengths)
         query_start = tables.starts[: num_rows * num_heads + 1]
+        longest = width * requests.block_size if request_ids else common.max_seq_len
         fold_starts(query_start, starts, self._head)
         return FoldedBatch(
             tables=tables.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
             query_start=query_start,
-            max_length=width * requests.block_size
-            if request_ids
-            else common.max_seq_len,
+            max_length=longest,
             order=order,
         )
 

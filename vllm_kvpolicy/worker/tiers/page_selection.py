@@ -7,7 +7,7 @@ reads what it read when it was generated, whatever else the step computes.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,12 +19,7 @@ from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.head_tables import (
-    FoldedBatch,
-    LayerBatch,
-    fold_order,
-    fold_starts,
-)
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch, fold_order, fold_starts
 from vllm_kvpolicy.worker.transfer import to_device
 
 
@@ -35,18 +30,16 @@ class SelectedBatch:
     S counts the rows of the step after cutting; see the module.
 
     Args:
-        folded: what is held, rows in the order (request, KV head).
+        folded: what is held, by row of `folded.tables`; all else is of the S rows.
         bounds: [2, P, D] of each layer; see `kernels.page_bounds`. Of an FP8 cache,
             of keys as they are stored: a layer's scale is above zero and the same for
             all its pages, so it changes no choice.
-        rows: [S * H] int64, rows of `folded`; None where none is cut.
+        rows: [S * H] int64, rows of `folded.tables`; None where none is cut.
         tokens: the query of each row that selects, any token of others: the first S, or
             [S] int64.
         num_global: [L, S * H] int64, global pages of each row.
         num_read: [L, S * H] int64, how many of them it reads.
         scored: [L, S * H] int32, pages that need scores: none of rows that read all.
-        lengths: [L, S * H] int32, tokens that each row reads.
-        query_start, order, ends: of the S rows; see `FoldedBatch`.
     """
 
     folded: FoldedBatch
@@ -58,12 +51,8 @@ class SelectedBatch:
     num_global: torch.Tensor
     num_read: torch.Tensor
     scored: torch.Tensor
-    lengths: torch.Tensor
-    query_start: torch.Tensor
-    order: torch.Tensor | None
-    ends: torch.Tensor | None
 
-    def of_layer(self, layer: int, query: torch.Tensor) -> LayerBatch:
+    def of_layer(self, layer: int, query: torch.Tensor) -> FoldedBatch:
         """Return what one layer reads.
 
         Args:
@@ -73,19 +62,12 @@ class SelectedBatch:
         tables = self.folded.tables[layer, :, :width]
         if self.rows is not None:
             tables = tables[self.rows]
-        num_rows, dim = self.lengths.shape[1], query.shape[-1]
-        queries = query[self.tokens].reshape(num_rows, -1, dim)
         scored, bounds = self.scored[layer], self.bounds[layer]
+        queries = query[self.tokens].reshape(len(scored), -1, query.shape[-1])
         scores = self.quest.scores(queries, tables, scored, bounds)
         counts = self.num_global[layer], self.num_read[layer]
-        return LayerBatch(
-            best_pages(tables, scores, *counts),
-            self.lengths[layer],
-            self.query_start,
-            self.folded.max_length,
-            self.order,
-            self.ends,
-        )
+        best, lengths = best_pages(tables, scores, *counts), self.folded.lengths[layer]
+        return replace(self.folded, tables=best, lengths=lengths)
 
 
 class PageSelection:
@@ -199,39 +181,39 @@ class PageSelection:
     ) -> SelectedBatch:
         """Send rows to the device; `numbers` are later, local and most, [S] each."""
         num_heads, num_tokens = self.pool.num_heads, int(starts[-1])
+        block_size = self.requests.block_size
         tokens = np.minimum(first[:-1], max(num_tokens - 1, 0))
         sent = to_device(np.stack([row, *numbers, tokens]), self.requests.device)
         later, local, most = sent[1:4].repeat_interleave(num_heads, dim=1)
-        query_start, order, rows = folded.query_start, folded.order, None
-        lengths, ends = folded.lengths, folded.ends
+        rows = None
         if len(row) != len(starts) - 1:
             head = torch.arange(num_heads, dtype=torch.int32, device=sent.device)
             rows = (sent[0, :, None] * num_heads + head).flatten()
             edges = to_device(first, self.requests.device).int()
             query_start = edges.new_empty(len(row) * num_heads + 1)
             fold_starts(query_start, edges, head)
-            order = fold_order(edges, num_tokens, head)
-            lengths = lengths[:, rows] - later
-            ends = None if ends is None else (ends[rows] - later).int()
-        num_global = (lengths - local) // self.requests.block_size
+            folded = replace(
+                folded,
+                lengths=folded.lengths[:, rows] - later,
+                query_start=query_start,
+                order=fold_order(edges, num_tokens, head),
+                ends=None if folded.ends is None else (folded.ends[rows] - later).int(),
+            )
+        num_global = (folded.lengths - local) // block_size
         num_read = torch.minimum(num_global, most)
         # Rows that read all their pages need no scores.
         scored = torch.where(num_read < num_global, num_global, 0).int()
         is_first = np.array_equal(first[:-1], np.arange(len(row)))
         return SelectedBatch(
-            folded,
+            replace(folded, lengths=(num_read * block_size + local).int()),
             self.quest,
             self.bounds,
-            self.requests.block_size,
+            block_size,
             rows,
             slice(len(row)) if is_first and len(row) <= num_tokens else sent[-1],
             num_global,
             num_read,
             scored,
-            (num_read * self.requests.block_size + local).int(),
-            query_start,
-            order,
-            ends,
         )
 
 

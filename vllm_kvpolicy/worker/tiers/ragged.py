@@ -20,7 +20,7 @@ from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
 from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
-from vllm_kvpolicy.worker.tiers.tier import PageCounts, StepMetadata, Tier, padded
+from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers
 
 
@@ -60,7 +60,6 @@ class RaggedTier(Tier):
     def numbers(
         self, events: Sequence[CompactEvent], rows: Sequence[int]
     ) -> dict[str, Integers]:
-        """Return superblocks since the last event, and bounds of quotas; see `Tier`."""
         block_size, per_group = self.pool.block_size, self.num_heads // self.num_groups
         total = [[len(event.dest_blocks) * per_group] for event in events]
         return super().numbers(events, rows) | {
@@ -137,18 +136,17 @@ class RaggedTier(Tier):
             self.num_groups,
         )
 
-    def commit(self, batch: Batch, lists: PageLists) -> PageCounts:
+    def commit(self, batch: Batch, lists: PageLists) -> EventAnswer:
         """Remember the lists, and look at their pages where queries choose."""
         leaving = np.array([len(event.leaving_blocks) for event in batch.events])
         before = self.lists.held(batch.rows) + leaving * self.num_heads
-        own = batch.rows, batch.index, lists.first, lists.pages
-        after = self.lists.update(*own)
+        rows = batch.rows, batch.sent["rows"]
+        after = self.lists.update(*rows, lists.first, lists.pages)
         if self.selection is not None:
             self.selection.update(batch.rows, batch.events, lists.pages)
-        return PageCounts(before, after)
+        return EventAnswer(batch.events, before, after, self.num_heads)
 
     def metadata(self, step: Step) -> StepMetadata:
-        """Return vLLM's metadata with page tables per head; see `Tier`."""
         has_own_pages = len(self.requests) or self.exact is not None
         is_replayed = self.is_captured and step.metadata.max_query_len == 1
         if not ((step.is_real and has_own_pages) or is_replayed):
@@ -163,7 +161,6 @@ class RaggedTier(Tier):
         return StepMetadata(step.metadata, selected, exact)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Fill the rows of these requests again in the next step."""
         self.folder.forget(request_ids)
 
     def warm_up(self, num_columns: int) -> None:

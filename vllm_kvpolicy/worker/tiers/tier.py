@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.kernels.assign_pages import PageLists
-from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.pages import PagePool
@@ -39,16 +39,31 @@ class StepMetadata:
 
 
 @dataclass(frozen=True)
-class PageCounts:
-    """Pages that the requests of a batch hold below their frontiers, in all heads.
+class EventAnswer:
+    """How many pages some requests held and hold, on its way to the host.
 
     Args:
-        before: [E] before the event, on the host.
-        after: [2, E], see `HeadTables.update`; on its way there.
+        before: [E] pages of all layers and heads that what was held below the new
+            frontier took, on the host.
+        after: [2, E] that its survivors take, see `HeadTables.update`; on its way.
+        num_heads: pages in a superblock.
     """
 
+    events: Sequence[CompactEvent]
     before: np.ndarray
     after: HostCopy
+    num_heads: int
+
+    def read(self) -> list[tuple[CompactEvent, int, UsedBlocks]]:
+        """Wait for it; return each event, the superblocks held, and the answer."""
+        found = []
+        pages = map(int, self.before), map(int, self.after.read()[1])
+        for event, held, used in zip(self.events, *pages, strict=True):
+            blocks = -(-used // self.num_heads)
+            slack = blocks - used / self.num_heads
+            answer = UsedBlocks(event.request_id, event.serial, blocks, slack)
+            found.append((event, -(-held // self.num_heads), answer))
+        return found
 
 
 class Tier(ABC):
@@ -127,7 +142,7 @@ class Tier(ABC):
         """Return which pages of the destinations each head gets, pages [E, C]."""
 
     @abstractmethod
-    def commit(self, batch: Batch, lists: PageLists) -> PageCounts | None:
+    def commit(self, batch: Batch, lists: PageLists) -> EventAnswer | None:
         """Remember the pages of a batch, once its survivors are there.
 
         Returns:
