@@ -579,7 +579,7 @@ def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model, monkeypatch):
     assert args.create_engine_config().scheduler_config.scheduler_cls == classes[False]
     assert stale == [1], "its counter file goes as the process ends"
     scheduler = SimpleNamespace(async_scheduling=True, scheduler_cls=classes[False])
-    engine_config._choose_counting(scheduler)
+    engine_config._name_scheduler(scheduler, classes)
     assert scheduler.scheduler_cls == classes[True]
 
 

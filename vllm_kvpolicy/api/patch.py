@@ -12,6 +12,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from vllm.usage.usage_lib import UsageContext
+
 from vllm_kvpolicy.api import cli, engine_config, engines, live, request_guards
 from vllm_kvpolicy.api.patch_table import (
     ADD_CLI_ARGS,
@@ -42,7 +44,6 @@ def _wrap(patch: Patch, make: Callable[[Callable], Callable]) -> None:
     """Put a wrapper in the place of a function, once.
 
     Args:
-        patch: what to wrap.
         make: returns the wrapper of the function that it is given; for a class method
             both take the class first.
     """
@@ -80,8 +81,8 @@ def _with_given_values(original: Callable) -> Callable:
 def _with_policy(original: Callable) -> Callable:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = args[0] if args else kwargs.get("usage_context")
-        serves_http = engine_config.serves_http(context)
-        runs_batch = engine_config.runs_batch(context)
+        serves_http = context is UsageContext.OPENAI_API_SERVER
+        runs_batch = context is UsageContext.OPENAI_BATCH_RUNNER
         config = engine_config.prepare(self)
         vllm_config = original(self, *args, **kwargs)
         if config is None:

@@ -166,9 +166,6 @@ def problems(patches: Iterable[Patch] = PATCHES) -> list[str]:
 
     Where its release differs from the tested one, a row of `compat.RELEASES` says how,
     and that our wraps bear it.
-
-    Args:
-        patches: what will be wrapped.
     """
     changed = compat.release_of(compat.vllm_version()).changed
     advice = f"install vLLM {compat.TESTED_VLLM}.x"
