@@ -66,13 +66,12 @@ class KVPolicyConfig:
             `preset`, which stands for a paper's own settings.
         ceiling_tokens: C, with PRESSURE held right after an event that comes because
             the request holds C + I; None for no such events.
-        options: options of the policies as the user gave them; each policy reads those
-            that it knows.
+        options: of the policies, as the user gave them; each policy reads its own.
         trace_dir: folder in which workers record survivors; None for off.
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
         report_events: each answer says what its events dropped.
-        live: the server has routes and a page that show what runs, see `live`.
+        live: the server has routes and a page that show what runs.
         live_text: they show the text of prompts and answers as well.
     """
 
@@ -105,15 +104,11 @@ class KVPolicyConfig:
     def __post_init__(self, is_checked: bool) -> None:
         if not is_checked:
             object.__setattr__(self, "_resolved", {})
-            self._read_budget()
+            given: Any = self.budget_tokens
+            if given == AUTO:
+                object.__setattr__(self, "is_auto", True)
+                object.__setattr__(self, "budget_tokens", LEAST_AUTO)
             self._check()
-
-    def _read_budget(self) -> None:
-        """Put a number in place of AUTO."""
-        given: Any = self.budget_tokens
-        if given == AUTO:
-            object.__setattr__(self, "is_auto", True)
-            object.__setattr__(self, "budget_tokens", LEAST_AUTO)
 
     def _check(self) -> None:
         """Check every value, alone and together with the others.
@@ -147,8 +142,7 @@ class KVPolicyConfig:
         """Check when events come, with the policies and the budget; set the default.
 
         Raises:
-            ValueError: no budget could be a floor, or AUTO where the pool does not say
-                what it stands for.
+            ValueError: no budget could be a floor, or the pool does not tell AUTO.
         """
         own = self.resolved()
         if self.events is None:
@@ -235,10 +229,7 @@ class KVPolicyConfig:
         return [word for each in self.all_resolved for word in each.info.parts]
 
     def resolved(self, policy_name: str | None = None) -> ResolvedPolicy:
-        """Return one of `policies` with all options, defaults and presets filled in.
-
-        Args:
-            policy_name: by default the server's own.
+        """Return one of `policies`, the server's own by default, with all its options.
 
         Raises:
             ValueError: a value outside its range, or none where one is required.
@@ -258,13 +249,7 @@ class KVPolicyConfig:
         return tokens if isinstance(tokens, int) else NO_STEP
 
     def _check_windows(self, policy_name: str, prefix: str = "", size: int = 1) -> None:
-        """Raise ValueError where a policy's query window is longer than an interval.
-
-        Args:
-            policy_name: one of `policies`.
-            prefix: what the keys begin with where the user gave them.
-            size: N, tokens per superblock.
-        """
+        """Raise ValueError where a policy's query window is longer than an interval."""
         window = self.resolved(policy_name).window_tokens
         intervals = {
             "interval": self.interval_tokens,
@@ -290,8 +275,8 @@ class KVPolicyConfig:
         """Return when a request has events and what it holds between them.
 
         Args:
-            prompt_tokens: length of its prompt; where prompts are protected, the
-                budget counts generated tokens on top of it.
+            prompt_tokens: where prompts are protected, the budget counts generated
+                tokens on top of them.
             block_size: N, tokens per superblock.
             query_rows: rows of a superblock that a query takes, of its 2N; see `sizes`.
             phase: of the request, see `events`; 0 where events are not spread.
@@ -363,10 +348,7 @@ class KVPolicyConfig:
         return values | {key: getattr(self, key) for key in SWITCHES}
 
     def validate_block_size(self, block_size: int) -> None:
-        """Check what depends on vLLM's block size, and the policies of `allow`.
-
-        Args:
-            block_size: N, tokens per superblock.
+        """Check what depends on N, tokens per superblock, and the policies of `allow`.
 
         Raises:
             ValueError: the budget has no room for a page after the tokens that are
@@ -386,16 +368,12 @@ class KVPolicyConfig:
     def with_request(
         self, extra_args: Mapping[str, Any] | None, block_size: int = 1
     ) -> "KVPolicyConfig | None":
-        """Apply what one request asks for in `vllm_xargs`.
+        """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
 
         Known keys: `kv_policy` (`none`, or one of `policies`), `kv_budget`,
         `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each number is at most
         the server's, because the server sized its memory for those. Keys that do not
         begin with `kv_` are not looked at.
-
-        Args:
-            extra_args: the request's `SamplingParams.extra_args`.
-            block_size: N, tokens per superblock.
 
         Returns:
             The request's configuration, or None where it asks for the full KV cache.
@@ -500,27 +478,22 @@ class ConfigValues(Mapping[str, Any]):
         return {key: value for key, value in vars(self).items() if key != "policy"}
 
     def __getitem__(self, key: str) -> Any:
-        """Return a value."""
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys."""
         return iter(self._values)
 
     def __len__(self) -> int:
-        """Return the number of values."""
         return len(self._values)
 
     def __repr__(self) -> str:
-        """Return the values as a dict is written."""
         return repr(self._values)
 
     def set_graph(self, parts: Sequence[str]) -> None:
         """Tell what policies have put into the model's forward pass.
 
-        Args:
-            parts: one line each, whatever the policy and its numbers; see
-                `worker.worker.traced_parts`.
+        One line per part, whatever the policy and its numbers; see
+        `worker.worker.traced_parts`.
         """
         self._graph = tuple(parts)
 
@@ -536,7 +509,7 @@ class ConfigValues(Mapping[str, Any]):
 
 
 def has_policy(vllm_config: Any) -> bool:
-    """Return whether an engine runs with a policy, from its VllmConfig."""
+    """Return whether an engine runs with a policy."""
     additional = vllm_config.additional_config
     return isinstance(additional, Mapping) and additional.get(CONFIG_KEY) is not None
 

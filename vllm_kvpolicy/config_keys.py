@@ -28,9 +28,7 @@ def shown(value: Any) -> str:
 class AlwaysKept(Protocol):
     """Which tokens every policy keeps; what words of policies see of a configuration.
 
-    Attributes:
-        sink_tokens: first tokens.
-        recent_tokens: newest tokens.
+    First tokens are sinks, newest ones recent.
     """
 
     @property
@@ -68,7 +66,6 @@ class IntegerKey:
         """Return `value` if it is a valid integer, or the word in place of one.
 
         Args:
-            value: as the user gave it.
             label: the key as the user knows it.
             of_request: a request gives it, which may not use the word.
 

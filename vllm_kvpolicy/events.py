@@ -27,7 +27,6 @@ def request_phase(prompt_token_ids: Sequence[int], seed: int | None = None) -> i
     (3676573847, 2616465062, 1442807477)
 
     Args:
-        prompt_token_ids: its prompt.
         seed: of its sampling, so that samples of one prompt have phases of their own.
     """
     ids = struct.pack(f"<{len(prompt_token_ids)}q", *prompt_token_ids)
@@ -184,11 +183,7 @@ class Footprint:
         return (position - self.recent) // self.block_size
 
     def global_blocks(self, position: int, budget: int | None = None) -> int:
-        """Return the superblocks of survivors after an event at `position`.
-
-        Args:
-            budget: of the event; None for that of the plan.
-        """
+        """Return the superblocks of survivors, by default with the plan's budget."""
         budget = self.events.budget if budget is None else budget
         frontier_blocks = self.frontier_blocks(position)
         if self.keeps_all:
@@ -204,7 +199,6 @@ class Footprint:
         at most N events, so no more than one period is looked at.
 
         Args:
-            num_tokens: length of the request.
             num_shared: superblocks of a cached prefix that other requests hold too.
                 They cost nothing until the first event, which takes superblocks of its
                 own for what it keeps of them.
