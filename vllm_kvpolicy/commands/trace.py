@@ -71,10 +71,7 @@ LABELS = {
 
 
 def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]:
-    """Measure one event.
-
-    Args:
-        previous: the event before it, None for the first of a request.
+    """Measure one event and, after a request's first, its difference to the previous.
 
     Returns:
         Numerator and denominator of each figure, by name as in `LABELS`; of
@@ -287,11 +284,7 @@ class PolicyEvents:
 
 
 def read_policies(trace: Path, request: str | None = None) -> dict[str, PolicyEvents]:
-    """Return the events to draw, by policy.
-
-    Args:
-        request: id of the request to draw; by default the one of each policy with the
-            most events.
+    """Return the events to draw, by policy: of a request, or each policy's longest.
 
     Raises:
         ValueError: no events, a file that is not one, or no such request.
@@ -367,13 +360,7 @@ def plot(
     request: str | None = None,
     layers: Sequence[int] | None = None,
 ) -> list[str]:
-    """Write the figures of a trace.
-
-    Args:
-        output: folder for the figures; made if missing.
-
-    Returns:
-        Names of the figures.
+    """Write the figures of a trace to a folder, made if missing; return their names.
 
     Raises:
         ValueError: no events, a file that is not one, no such request or layer, or
@@ -418,28 +405,18 @@ def main(arguments: Sequence[str]) -> None:
         description="Show what the events of a trace kept.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, run, summary, description in (
-        (
-            "report",
-            _report,
-            "print a table",
-            "Print statistics of what the events of a trace kept, per policy.",
-        ),
-        (
-            "plot",
-            _plot,
-            "draw figures",
-            "Draw what the events of a trace kept, as PNG files and one HTML page.",
-        ),
-    ):
-        command = commands.add_parser(name, help=summary, description=description)
+    told = "Print statistics of what the events of a trace kept, per policy."
+    report = commands.add_parser("report", help="print a table", description=told)
+    told = "Draw what the events of a trace kept, as PNG files and one HTML page."
+    plotter = commands.add_parser("plot", help="draw figures", description=told)
+    for command, run in ((report, _report), (plotter, _plot)):
         command.add_argument(
             "trace", type=Path, help="trace folder that a server wrote"
         )
         command.set_defaults(run=run)
     told = "also write the numbers to this file"
-    commands.choices["report"].add_argument("--json", type=new_file, help=told)
-    add = commands.choices["plot"].add_argument
+    report.add_argument("--json", type=new_file, help=told)
+    add = plotter.add_argument
     told = "folder for the figures (default: TRACE/plots)"
     add("--output", type=new_folder, help=told)
     add("--request", help="request to draw (default: the longest of each policy)")

@@ -219,11 +219,7 @@ class Server:
 
 
 def _part(text: str, *path: str | int) -> Any:
-    """Return a part of a JSON answer.
-
-    Raises:
-        ValueError: it is not there.
-    """
+    """Return a part of a JSON answer; ValueError where it is not there."""
     try:
         found = json.loads(text)
         for key in path:
