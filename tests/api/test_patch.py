@@ -46,7 +46,7 @@ def policy_of(engine_args):
 def test_every_row_is_used_and_explained():
     source = inspect.getsource(patch)
     wrapped = {
-        ast.unparse(node.args[0])
+        ast.unparse(node.args[0]).removeprefix("table.")
         for node in ast.walk(ast.parse(source))
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "_wrap"
     }

@@ -86,9 +86,9 @@ def off(field: str) -> Question:
     return lambda config: not attrgetter(field)(config)
 
 
-def several(field: str) -> Question:
-    """Return the question whether a field of the parallel configuration is above 1."""
-    return lambda config: getattr(config.parallel_config, field) > 1
+def several(name: str) -> Question:
+    """Return the question whether a size of the parallel configuration is above 1."""
+    return lambda config: getattr(config.parallel_config, f"{name}_size") > 1
 
 
 def given(field: str) -> Question:
@@ -167,16 +167,8 @@ def _offloads_cache(config: Any) -> bool:
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Model types whose code in Transformers decides by itself which layers rotate; vLLM's
 # own code of these models says it in attributes, see worker.layers.
-DECIDING = {
-    "cohere2",
-    "cohere_compass",
-    "exaone4",
-    "exaone4_5",
-    "exaone_moe",
-    "granite_swa",
-    "granitemoe_swa",
-    "muse_glimmer",
-}
+DECIDING = {"cohere2", "cohere_compass", "exaone4", "exaone4_5", "exaone_moe"}
+DECIDING |= {"granite_swa", "granitemoe_swa", "muse_glimmer"}
 
 
 def _mixes_windows(config: Any) -> bool:
@@ -280,6 +272,18 @@ def _code_decides(config: Any) -> bool:
     return bool(differs) and config.model_config.using_transformers_backend()
 
 
+def one_only(feature: str, name: str, beside: Question | None = None) -> Refusal:
+    """Return the row of a parallelism, alone or beside something else."""
+    found = several(name) if beside is None else all_of(beside, several(name))
+    return Refusal(feature, found, f"set --{name.replace('_', '-')}-size 1")
+
+
+def left_out(feature: str, field: str) -> Refusal:
+    """Return the row of a field that a flag of the same name sets."""
+    flag = field.partition(".")[2].replace("_", "-")
+    return Refusal(feature, on(field), f"leave out --{flag}")
+
+
 REFUSALS = (
     Refusal(
         "other vLLM versions",
@@ -326,14 +330,10 @@ REFUSALS = (
         "set --tensor-parallel-size to the model's KV heads or less: a page's score is "
         "over all query heads of a KV head",
     ),
-    Refusal(
-        "pipeline parallelism",
-        several("pipeline_parallel_size"),
-        "set --pipeline-parallel-size 1",
-    ),
+    one_only("pipeline parallelism", "pipeline_parallel"),
     Refusal(
         "data parallelism of mixture-of-experts models",
-        all_of(several("data_parallel_size"), on("model_config.is_moe")),
+        all_of(several("data_parallel"), on("model_config.is_moe")),
         "set --data-parallel-size 1 and start one server per replica",
     ),
     Refusal(
@@ -341,16 +341,8 @@ REFUSALS = (
         lambda config: config.parallel_config.data_parallel_backend == "ray",
         "leave out --data-parallel-backend",
     ),
-    Refusal(
-        "decode context parallelism",
-        several("decode_context_parallel_size"),
-        "set --decode-context-parallel-size 1",
-    ),
-    Refusal(
-        "prefill context parallelism",
-        several("prefill_context_parallel_size"),
-        "set --prefill-context-parallel-size 1",
-    ),
+    one_only("decode context parallelism", "decode_context_parallel"),
+    one_only("prefill context parallelism", "prefill_context_parallel"),
     Refusal(
         "executors other than uni and mp",
         lambda config: (
@@ -359,24 +351,10 @@ REFUSALS = (
         ),
         "leave out --distributed-executor-backend",
     ),
-    Refusal(
-        "dual batch overlap", on("parallel_config.enable_dbo"), "leave out --enable-dbo"
-    ),
-    Refusal(
-        "microbatches",
-        several("ubatch_size"),
-        "leave out --ubatch-size",
-    ),
-    Refusal(
-        "elastic expert parallelism",
-        on("parallel_config.enable_elastic_ep"),
-        "leave out --enable-elastic-ep",
-    ),
-    Refusal(
-        "fault tolerance",
-        on("parallel_config.enable_fault_tolerance"),
-        "leave out --enable-fault-tolerance",
-    ),
+    left_out("dual batch overlap", "parallel_config.enable_dbo"),
+    Refusal("microbatches", several("ubatch"), "leave out --ubatch-size"),
+    left_out("elastic expert parallelism", "parallel_config.enable_elastic_ep"),
+    left_out("fault tolerance", "parallel_config.enable_fault_tolerance"),
     Refusal(
         "speculative decoding by other methods than n-grams and suffix trees (MTP, "
         "EAGLE, draft models and others)",
@@ -559,11 +537,7 @@ REFUSALS = (
         all_of(has_sinks, is_ragged),
         "choose policies whose heads keep equal numbers of tokens, also in `allow`",
     ),
-    Refusal(
-        "tensor parallelism with learned sinks",
-        all_of(has_sinks, several("tensor_parallel_size")),
-        "set --tensor-parallel-size 1",
-    ),
+    one_only("tensor parallelism with learned sinks", "tensor_parallel", has_sinks),
     Refusal(
         "speculative decoding with learned sinks",
         all_of(has_sinks, speculates),
@@ -677,11 +651,7 @@ REFUSALS = (
         off("model_config.disable_cascade_attn"),
         "leave out --no-disable-cascade-attn",
     ),
-    Refusal(
-        "prompt embeddings",
-        on("model_config.enable_prompt_embeds"),
-        "leave out --enable-prompt-embeds",
-    ),
+    left_out("prompt embeddings", "model_config.enable_prompt_embeds"),
     Refusal(
         "sleep mode",
         on("model_config.enable_sleep_mode"),

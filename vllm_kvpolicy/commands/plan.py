@@ -153,15 +153,8 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
 NEIGHBOURS = ((4, 2), (4, 1), (3, 4), (3, 2), (2, 4))
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 HEAD = (
-    "KV cache",
-    "budget",
-    "interval",
-    "pool",
-    "peak",
-    "mean",
-    "after event",
-    "window",
-    "at once",
+    *("KV cache", "budget", "interval", "pool", "peak", "mean"),
+    *("after event", "window", "at once"),
 )
 LEGEND = """\
 pool to window: superblocks of {} tokens, also for stock, of {:,} bytes, in FP8 {:,}.
@@ -453,12 +446,9 @@ def _pool_blocks(engine: Engine, config: KVPolicyConfig) -> int:
 
 
 def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
+    is_spread = config.spread_events
     lives = [
-        Life(
-            _footprint(engine, config, prompt),
-            prompt + output - 1,
-            config.spread_events,
-        )
+        Life(_footprint(engine, config, prompt), prompt + output - 1, is_spread)
         for prompt, output in engine.lengths
     ]
     usable = _pool_blocks(engine, config) - 1

@@ -17,16 +17,7 @@ import numpy as np
 
 from vllm_kvpolicy.commands import figures
 from vllm_kvpolicy.commands.outputs import new_file, new_folder, table
-from vllm_kvpolicy.observe.measures import (
-    kept_by_bin,
-    kept_mask,
-    longest_run,
-    mask_of,
-    memory_time,
-    overlap,
-    superblocks,
-    wiped_regions,
-)
+from vllm_kvpolicy.observe import measures
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace
 
 if TYPE_CHECKING:
@@ -77,11 +68,11 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
         Numerator and denominator of each figure, by name as in `LABELS`; of
         `retention`, one of each per bin.
     """
-    kept = kept_mask(event)
+    kept = measures.kept_mask(event)
     heads = kept.shape[0] * kept.shape[1]
     chosen = (event.selected >= 0).sum(-1)
-    in_use = mask_of(event.selected, event.position) & kept
-    by_bin, tokens = kept_by_bin(kept, BINS, event.position)
+    in_use = measures.mask_of(event.selected, event.position) & kept
+    by_bin, tokens = measures.kept_by_bin(kept, BINS, event.position)
     sums = {
         "utilisation": (in_use.sum(), kept.sum()),
         "head_budget": (chosen.sum(), heads),
@@ -91,7 +82,7 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
         **_notes(event, heads),
     }
     if previous is not None:
-        iou, survival = overlap(kept_mask(previous), kept)
+        iou, survival = measures.overlap(measures.kept_mask(previous), kept)
         sums["iou"] = iou.sum(), heads
         sums["survival"] = survival.sum(), heads
         sums |= _memory_time(event, previous)
@@ -104,17 +95,17 @@ def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
     Args:
         kept: [L, H, P] bool.
     """
-    masks = (mask_of(event.held, event.position), kept)
+    masks = (measures.mask_of(event.held, event.position), kept)
     held, keeps = (mask.reshape(-1, event.position) for mask in masks)
     heads = list(zip(held, keeps, strict=True))
     free = slice(event.sinks, event.frontier)
     rows = [keep[free][hold[free]] for hold, keep in heads]
-    runs = [longest_run(~keep[hold]) for hold, keep in heads]
+    runs = [measures.longest_run(~keep[hold]) for hold, keep in heads]
     sums: dict[str, Sums] = {"burst": (sum(runs), len(runs))}
     for size, percent in REGIONS:
-        wiped = np.array([wiped_regions(row, size, percent) for row in rows])
+        wiped = np.array([measures.wiped_regions(row, size, percent) for row in rows])
         sums[f"wiped_{size}_{percent}"] = tuple(wiped.sum(0))
-        gone = wiped_regions(keeps[:, free], size, percent)
+        gone = measures.wiped_regions(keeps[:, free], size, percent)
         sums[f"gone_{size}_{percent}"] = gone
     return sums
 
@@ -144,8 +135,10 @@ def _memory_time(event: EventRecord, previous: EventRecord) -> dict[str, Sums]:
     before their first event is the same for all policies.
     """
     span = (max(previous.position, event.prompt), event.position, event.block_size)
-    total = memory_time(previous.frontier, superblocks(previous), *span)
-    dense = memory_time(0, 0, *span)
+    total = measures.memory_time(
+        previous.frontier, measures.superblocks(previous), *span
+    )
+    dense = measures.memory_time(0, 0, *span)
     return {
         "memory_time": (total, previous.ordinal == 0),
         "memory_time_share": (total, dense),
