@@ -15,6 +15,7 @@ import pytest
 
 from support.calibration_files import options_for
 from support.servers.servers import serving
+from support.servers.small_server import flags, num_events
 from support.sweeps import evictions
 from vllm_kvpolicy.policies.names import (
     ADMISSIONS,
@@ -24,16 +25,6 @@ from vllm_kvpolicy.policies.names import (
     parse,
 )
 
-FLAGS = {
-    "--kv-budget": "128",
-    "--kv-interval": "64",
-    "--kv-events": "always",
-    "--dtype": "float32",
-    "--max-model-len": "1024",
-    "--max-num-seqs": "8",
-    "--kv-cache-memory-bytes": "8388608",
-    "--served-model-name": "tiny",
-}
 # Options that fit the short interval.
 OPTIONS = {"expected_window": 48, "snapmax_window": 48}
 ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
@@ -75,9 +66,7 @@ def arguments(
         read = parse(name).options
         options |= {key: value for key, value in OPTIONS.items() if key in read}
         options |= options_for(name, folder, *sizes, config["head_dim"])
-    words = [word for flag in FLAGS.items() for word in flag]
-    words += ["--kv-policy", first, "--enforce-eager"]
-    return [*words, "--kv-policy-config", json.dumps(options)]
+    return flags(first, 128, 64, kv_policy_config=json.dumps(options))
 
 
 def is_ragged(name: str) -> bool:
@@ -119,13 +108,6 @@ def served(
         with ThreadPoolExecutor(8) as pool:
             answers = dict(zip(order, pool.map(ask, order), strict=True))
         return Served(asked, answers, {name: events_of(name) for name in order})
-
-
-def num_events(url: str) -> float:
-    """Return how many events a server has had."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    lines = [line for line in text.splitlines() if "kvpolicy_events_total{" in line]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 @pytest.mark.slow
