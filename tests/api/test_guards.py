@@ -383,17 +383,13 @@ def test_supported_versions():
         assert not compat.supports(version), version
 
 
-def test_a_release_that_was_never_run_is_told(monkeypatch):
-    told = []
-    monkeypatch.setattr(
-        engine_config.logger, "warning", lambda *args: told.append(args)
-    )
+def test_a_release_that_was_never_run_is_told(monkeypatch, policy_log):
     engine_config._tell_evidence()
-    assert told == []
+    assert policy_log.messages == []
     monkeypatch.setattr(compat, "vllm_version", lambda: "0.33.1")
     engine_config._tell_evidence()
-    ((text, *values),) = told
-    assert (text % tuple(values)).startswith("KV policy: vLLM 0.33.1 was never run as")
+    (told,) = policy_log.messages
+    assert told.startswith("KV policy: vLLM 0.33.1 was never run as")
 
 
 def request(prompt_tokens=10, max_tokens=20, resumable=False, **extra_args):
