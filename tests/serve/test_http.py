@@ -112,13 +112,11 @@ def test_dashboard_and_alerts_read_series_that_are_there(server):
     ("knobs", "words"),
     [
         ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
-        ({"kv_budget": BUDGET + 1}, [f"at most the server's {BUDGET}"]),
         ({"kv_budget": 60}, ["kv_budget: got 60", "at least 68"]),
         ({"kv_policy": "tova"}, ["'none'", "'ams-expected'", "'chunk-keydiff'"]),
         ({"kv_policy": ["streaming"]}, ["kv_policy: got ['streaming']"]),
         ({"kv_bugdet": 64}, ["'kv_bugdet'", "kv_budget"]),
         ({"kv_\ud800": 64}, ["'kv_\\ud800'", "kv_budget"]),
-        ({"kv_policy": "\ud800"}, ["kv_policy: got '\\ud800'", "'none'"]),
         ({"kv_sinks": "\ud800"}, ["kv_sinks: got '\\ud800'", "integer"]),
         ({"kv_policy_engine": "../x"}, ["'kv_policy_engine'", "kv_budget"]),
     ],
