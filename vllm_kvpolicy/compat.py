@@ -123,7 +123,6 @@ def wants_traceback() -> bool:
 
 
 def vllm_version() -> str:
-    """Return the version of the vLLM that is imported."""
     import vllm
 
     return vllm.__version__

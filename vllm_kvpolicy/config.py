@@ -30,6 +30,7 @@ from vllm_kvpolicy.config_keys import (
     shown,
     trace_folder,
     with_server_options,
+    wrong,
 )
 from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
 from vllm_kvpolicy.policies.names import ResolvedPolicy, grammar, parse, resolve
@@ -120,12 +121,9 @@ class KVPolicyConfig:
         """
         parse(self.policy)
         if not isinstance(self.options, Mapping):
-            got = shown(self.options)
-            raise ValueError(f"policy_config: got {got}, expected a mapping")
+            raise wrong("policy_config", self.options, "a mapping")
         if not isinstance(self.allow, tuple):
-            raise ValueError(
-                f"allow: got {shown(self.allow)}, expected a tuple of names"
-            )
+            raise wrong("allow", self.allow, "a tuple of names")
         _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
@@ -150,8 +148,7 @@ class KVPolicyConfig:
             events = ALWAYS if own.info.keeps_all or is_paper else PRESSURE
             object.__setattr__(self, "events", events)
         if self.events not in (ALWAYS, PRESSURE):
-            got = shown(self.events)
-            raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
+            raise wrong("events", self.events, f"{ALWAYS!r} or {PRESSURE!r}")
         asked: dict[str, Any] = {
             "events": PRESSURE if self.events == PRESSURE else None,
             "budget": AUTO if self.is_auto else None,
@@ -257,10 +254,8 @@ class KVPolicyConfig:
         }
         for key, tokens in intervals.items():
             if tokens < window:
-                raise ValueError(
-                    f"{prefix}{key}: got {tokens}, expected at least {window} tokens, "
-                    f"the query window of {policy_name!r}"
-                )
+                least = f"at least {window} tokens, the query window of {policy_name!r}"
+                raise wrong(prefix + key, tokens, least)
 
     @property
     def protects_prompt(self) -> bool:
@@ -311,10 +306,8 @@ class KVPolicyConfig:
             ValueError: not a mapping, an unknown key, no policy, or a bad value.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(
-                f"{CONFIG_KEY}: got {shown(values)}, expected a mapping with keys "
-                f"{_listed(VALID_KEYS)}"
-            )
+            expected = f"a mapping with keys {_listed(VALID_KEYS)}"
+            raise wrong(CONFIG_KEY, values, expected)
         for key in values:
             if key not in VALID_KEYS:
                 raise ValueError(
@@ -332,7 +325,7 @@ class KVPolicyConfig:
         _check_type("policy_config", options, Mapping, "a mapping of options")
         allow = given.get("allow", ())
         if isinstance(allow, str) or not isinstance(allow, Iterable):
-            raise ValueError(f"allow: got {shown(allow)}, expected a list of policies")
+            raise wrong("allow", allow, "a list of policies")
         given |= {"policy_config": dict(options), "allow": tuple(allow)}
         fields = {"policy_config": "options"} | {k.key: k.field for k in INTEGER_KEYS}
         return cls(**{fields.get(key, key): value for key, value in given.items()})
@@ -360,10 +353,8 @@ class KVPolicyConfig:
             self._check_windows(name, size=block_size)
         tokens = self.prefill_interval_tokens
         if isinstance(tokens, int) and tokens % block_size:
-            raise ValueError(
-                f"prefill_interval: got {tokens}, expected a multiple of the block "
-                f"size {block_size}"
-            )
+            expected = f"a multiple of the block size {block_size}"
+            raise wrong("prefill_interval", tokens, expected)
 
     def with_request(
         self, extra_args: Mapping[str, Any] | None, block_size: int = 1
@@ -391,10 +382,9 @@ class KVPolicyConfig:
                 "one of them out"
             )
         if policy_name not in self.policies:
-            raise ValueError(
-                f"kv_policy: got {shown(policy_name)}, expected 'none' or one that the "
-                f"server allows: {_listed(map(repr, self.policies))}"
-            )
+            allowed = _listed(map(repr, self.policies))
+            expected = f"'none' or one that the server allows: {allowed}"
+            raise wrong("kv_policy", policy_name, expected)
         changes: dict[str, Any] = {}
         if policy_name != self.policy:
             changes = {"policy": policy_name, "allow": self.policies}
@@ -408,7 +398,7 @@ class KVPolicyConfig:
                 if value > limit or (why and value < limit):
                     wanted = f"{'' if why else 'at most '}the server's {limit}"
                     reason = f": {policy_name!r} {why}" if why else ""
-                    raise ValueError(f"{label}: got {value}, expected {wanted}{reason}")
+                    raise wrong(label, value, wanted + reason)
         if not changes:
             return self
         if self.is_auto and "ceiling_tokens" in changes:
@@ -439,10 +429,8 @@ class KVPolicyConfig:
         least = self.least_budget(page_tokens)
         if self.budget_tokens < least:
             page = f"one page of {page_tokens}" if page_tokens > 1 else "one page"
-            raise ValueError(
-                f"{key}: got {self.budget_tokens}, expected at least {least} tokens "
-                f"({sinks} sinks + {recent} recent + {page})"
-            )
+            parts = f"{sinks} sinks + {recent} recent + {page}"
+            raise wrong(key, self.budget_tokens, f"at least {least} tokens ({parts})")
 
 
 class ConfigValues(Mapping[str, Any]):
@@ -535,7 +523,7 @@ def own_config(vllm_config: Any) -> KVPolicyConfig:
 def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
     """Raise ValueError unless `value` is None or of type `kind`."""
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{key}: got {shown(value)}, expected {expected}")
+        raise wrong(key, value, expected)
 
 
 def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:

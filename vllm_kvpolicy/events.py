@@ -128,7 +128,6 @@ class EventPlan:
         return max(-(-position // step), self.budget // step + 1) * step
 
     def next_event(self, position: int) -> int:
-        """Return the first event position >= `position`."""
         inside = self.next_inside(position)
         if inside < self.prompt_len:
             return inside
@@ -175,7 +174,6 @@ class Footprint:
         return self.events.window_tokens
 
     def blocks(self, num_tokens: int) -> int:
-        """Return the superblocks of that many tokens."""
         return -(-num_tokens // self.block_size)
 
     def frontier_blocks(self, position: int) -> int:

@@ -172,7 +172,6 @@ DECIDING |= {"granite_swa", "granitemoe_swa", "muse_glimmer"}
 
 
 def _mixes_windows(config: Any) -> bool:
-    """Return whether the model mixes full attention with sliding windows."""
     return {FULL, SLIDING} <= set(layer_kinds(config))
 
 

@@ -54,7 +54,6 @@ def first_difference(
 
 
 def growth(before: Counters, after: Counters) -> dict[str, float]:
-    """Return how much each series grew."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
@@ -140,7 +139,6 @@ def until_stopped(name: str, checks: Iterator[Check]) -> Iterator[Check]:
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:
-    """Return whether nothing failed."""
     return all(check.result != FAILED for check in checks)
 
 

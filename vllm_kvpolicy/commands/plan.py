@@ -186,7 +186,6 @@ class Engine:
 
     @property
     def model(self) -> Any:
-        """vLLM's ModelConfig."""
         return self.vllm_config.model_config
 
     @property

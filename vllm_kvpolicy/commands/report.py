@@ -62,7 +62,6 @@ def _kernels(platform_name: str) -> str:
 
 
 def _policies() -> list[tuple[str, ...]]:
-    """Return a line per policy."""
     lines: list[tuple[str, ...]] = [("name", "query window", "keeps")]
     for name in parts():
         info = parse(name)

@@ -200,7 +200,6 @@ def _cell(value: float | None) -> str:
 
 
 def _report(given: argparse.Namespace) -> None:
-    """Print the table and write the JSON file if one is asked for."""
     summaries = summarise(given.trace)
     print(summary_table(summaries))
     if given.json is not None:
@@ -380,7 +379,6 @@ def plot(
 
 
 def _plot(given: argparse.Namespace) -> None:
-    """Write the figures and print where the page is."""
     output = given.output or given.trace / "plots"
     with _errors_name("--output", output):
         names = plot(given.trace, output, given.request, given.layers)

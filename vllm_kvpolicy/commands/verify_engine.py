@@ -94,7 +94,6 @@ class Engine:
         self._asked = 0
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of the prompts."""
         encode = self._engine.get_tokenizer().encode
         return [
             list(encode(text(seed, length)))[:length]
@@ -137,7 +136,6 @@ class Engine:
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
     def close(self) -> None:
-        """Shut the engine down and give back its memory."""
         self._engine.engine_core.shutdown()
 
 

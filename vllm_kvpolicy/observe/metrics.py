@@ -165,7 +165,6 @@ class CounterFile(SharedFile):
             self.write_bytes(place * _VALUE.size, _VALUE.pack(value))
 
     def read(self) -> dict[str, float]:
-        """Return every field by name."""
         values = _VALUE.iter_unpack(self.read_bytes(0, SIZE_BYTES))
         return {name: value for name, (value,) in zip(FIELDS, values, strict=True)}
 
@@ -179,7 +178,6 @@ class EngineCounters:
         self.set_keep_ratio(())
 
     def add(self, **amounts: float) -> None:
-        """Add to counters, by name."""
         for name, amount in amounts.items():
             self.file.add(name, amount)
 
@@ -189,7 +187,6 @@ class EngineCounters:
             self.file.set(name, value)
 
     def note_off(self, observer: str) -> None:
-        """Tell that an observer of the scheduler has failed."""
         self.file.set(f"observers_off_{observer}", 1)
 
     def ratio_due(self) -> bool:
@@ -256,7 +253,6 @@ class WorkerCounters:
 
     @only_observes
     def note_off(self, observer: str) -> None:
-        """Tell that an observer of this rank has failed."""
         self.file.set(f"observers_off_{observer}", 1)
 
     @only_observes

@@ -123,7 +123,6 @@ class LiveRoutes:
         return _json(self.hub.state())
 
     async def request(self, request: Any) -> Any:
-        """Answer with all that is known of one request."""
         await self._listen()
         request_id = request.path_params["request_id"]
         found = self.hub.request(request_id)

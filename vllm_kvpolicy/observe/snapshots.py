@@ -69,7 +69,6 @@ class Snapshots:
             self.ring.append({"kind": "preemption", **record})
 
     def close(self) -> None:
-        """Delete the file; the engine ends."""
         self.ring.remove()
 
     def _look(self, scheduler: Any, now: float) -> dict[str, Any]:

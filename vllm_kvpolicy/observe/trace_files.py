@@ -87,7 +87,6 @@ class EventRecord:
 
 
 def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
-    """Return the arrays of a record's file, by name."""
     values: dict[str, Any] = dict(vars(record))
     notes = values.pop("notes")
     del values["ranks"]
@@ -336,7 +335,6 @@ def problems(values: Mapping[str, Any], notes: Mapping[str, Any]) -> Iterator[st
 
 
 def _misplaced(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which positions cannot be."""
     position, frontier = values["position"], values["frontier"]
     if position * values["held"][..., 0].size > MOST_MARKS:
         yield f"position {position} is too large to measure"
@@ -349,7 +347,6 @@ def _misplaced(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _note_problems(notes: Mapping[str, Any], held: np.ndarray) -> Iterator[str]:
-    """Yield which notes cannot be measured."""
     for name, note in notes.items():
         axes = NOTE_AXES.get(name)
         if np.shape(note)[:2] != held.shape[:2] or note.dtype.kind not in "fiub":
