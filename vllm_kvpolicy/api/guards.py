@@ -61,6 +61,11 @@ def all_of(*questions: Question) -> Question:
     return lambda config: all(question(config) for question in questions)
 
 
+def any_of(*questions: Question) -> Question:
+    """Return the question whether one of them holds."""
+    return lambda config: any(question(config) for question in questions)
+
+
 def of_policies(question: Callable[[KVPolicyConfig], object]) -> Question:
     """Return a question about the server's policies; no without any."""
 
@@ -158,10 +163,6 @@ _SELECTING = ", ".join(f"`{name}`" for name in SELECTIONS)
 def _converts_cache(config: Any) -> bool:
     own = str(config.model_config.dtype).removeprefix("torch.")
     return config.cache_config.cache_dtype not in ("auto", own, *compat.FLOAT8_CACHES)
-
-
-def _offloads_cache(config: Any) -> bool:
-    return bool(config.kv_transfer_config or config.cache_config.kv_offloading_size)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -281,6 +282,15 @@ def left_out(feature: str, field: str) -> Refusal:
     """Return the row of a field that a flag of the same name sets."""
     flag = field.partition(".")[2].replace("_", "-")
     return Refusal(feature, on(field), f"leave out --{flag}")
+
+
+def unset(feature: str, name: str, why: str = "") -> Refusal:
+    """Return the row of one of vLLM's own switches in the environment."""
+
+    def is_set(config: Any) -> bool:
+        return compat.environment_flag(name)
+
+    return Refusal(feature, is_set, f"unset {name}{why}", by_machine=True)
 
 
 REFUSALS = (
@@ -491,9 +501,8 @@ REFUSALS = (
     ),
     Refusal(
         "KV sharing between layers",
-        lambda config: (
-            _text(config, "num_kv_shared_layers")
-            or config.cache_config.kv_sharing_fast_prefill
+        any_of(
+            text_has("num_kv_shared_layers"), on("cache_config.kv_sharing_fast_prefill")
         ),
         "serve a model in which every layer has its own keys and values, without "
         "--kv-sharing-fast-prefill",
@@ -585,9 +594,7 @@ REFUSALS = (
     ),
     Refusal(
         "diffusion models",
-        lambda config: (
-            config.diffusion_config is not None or config.model_config.is_diffusion
-        ),
+        any_of(given("diffusion_config"), on("model_config.is_diffusion")),
         "serve an autoregressive model",
     ),
     Refusal(
@@ -623,7 +630,7 @@ REFUSALS = (
     ),
     Refusal(
         "KV connectors and KV offloading",
-        _offloads_cache,
+        any_of(on("kv_transfer_config"), on("cache_config.kv_offloading_size")),
         "leave out --kv-transfer-config and --kv-offloading-size",
     ),
     Refusal(
@@ -633,9 +640,7 @@ REFUSALS = (
     ),
     Refusal(
         "KV cache events",
-        lambda config: bool(
-            config.kv_events_config and config.kv_events_config.enable_kv_cache_events
-        ),
+        all_of(on("kv_events_config"), on("kv_events_config.enable_kv_cache_events")),
         "leave out --kv-events-config",
     ),
     Refusal(
@@ -663,23 +668,14 @@ REFUSALS = (
         "leave out --weight-transfer-config: the policy's file belongs to the weights "
         "that are replaced",
     ),
-    Refusal(
-        "batch-invariant mode",
-        lambda config: compat.environment_flag("VLLM_BATCH_INVARIANT"),
-        "unset VLLM_BATCH_INVARIANT",
-        by_machine=True,
-    ),
-    Refusal(
+    unset("batch-invariant mode", "VLLM_BATCH_INVARIANT"),
+    unset(
         "memory plans of earlier starts",
-        lambda config: compat.environment_flag("VLLM_ENABLE_STARTUP_PLAN"),
-        "unset VLLM_ENABLE_STARTUP_PLAN: a plan does not know the policy",
-        by_machine=True,
+        "VLLM_ENABLE_STARTUP_PLAN",
+        ": a plan does not know the policy",
     ),
-    Refusal(
-        "the Rust front end",
-        lambda config: compat.environment_flag("VLLM_USE_RUST_FRONTEND"),
-        "unset VLLM_USE_RUST_FRONTEND: it does not check requests",
-        by_machine=True,
+    unset(
+        "the Rust front end", "VLLM_USE_RUST_FRONTEND", ": it does not check requests"
     ),
 )
 
