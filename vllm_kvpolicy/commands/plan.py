@@ -315,7 +315,12 @@ def _engine(args: argparse.Namespace) -> Engine:
     from vllm.config import ParallelConfig
 
     model = _model(args)
-    is_widened = _is_slow_here(model) and args.dtype == "auto"
+    is_widened = (
+        args.dtype == "auto"
+        and model.dtype is torch.bfloat16
+        and compat.platform_name() == "cpu"
+        and not compat.multiplies_bfloat16()
+    )
     if is_widened:
         model.dtype = torch.float32
     block_size = args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
@@ -373,17 +378,6 @@ def _model(args: argparse.Namespace) -> Any:
             "this command takes for granted"
         )
     return model
-
-
-def _is_slow_here(model: Any) -> bool:
-    """Return whether this machine computes on a CPU that emulates the model's dtype."""
-    import torch
-
-    return (
-        compat.platform_name() == "cpu"
-        and model.dtype is torch.bfloat16
-        and not compat.multiplies_bfloat16()
-    )
 
 
 # -- lines of the table --------------------------------------------------------

@@ -157,13 +157,10 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
         "uncut": True,
     }
     if state is not None:
-        row["policy"] = state.plan.policy
-        row["budget"] = state.plan.budget
-        row["interval"] = state.plan.footprint.events.interval
-        if state.plan.is_called:
-            row["floor"] = state.plan.footprint.events.budget
-        row["uncut"] = state.is_uncut
-        row["held"] = computed - state.dropped_tokens
-        row["events"] = state.ordinal
+        plan, events = state.plan, state.plan.footprint.events
+        row |= {"policy": plan.policy, "budget": plan.budget}
+        row |= {"interval": events.interval, "uncut": state.is_uncut}
+        row |= {"floor": events.budget if plan.is_called else None}
+        row |= {"held": computed - state.dropped_tokens, "events": state.ordinal}
         row["returned"] = state.frontier_blocks - state.global_blocks
     return row
