@@ -18,7 +18,7 @@ import pytest
 
 from support.browser import chromium, wait_for
 from support.servers.servers import command_of, free_port, serving, started
-from support.servers.small_server import by_engine, flags
+from support.servers.small_server import by_engine, complete, flags
 from vllm_kvpolicy.observe.metrics import CounterFile
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -48,12 +48,6 @@ def server(tiny_model: Path, folder: Path) -> Iterator[str]:
     options = [*FLAGS, "--kv-policy-config", trace, "--kv-live"]
     with serving(tiny_model, options, folder) as url:
         yield url
-
-
-def complete(url: str, **fields) -> httpx.Response:
-    """Send a request over a connection of its own; any API process may take it."""
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 8, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body | fields, timeout=300)
 
 
 def complete_many(url: str, count: int) -> int:

@@ -9,13 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from support.calibration_files import options_for
 from support.servers.servers import serving
-from support.servers.small_server import flags, num_events
+from support.servers.small_server import complete, flags, num_events
 from support.sweeps import evictions
 from vllm_kvpolicy.policies.names import (
     ADMISSIONS,
@@ -138,11 +137,9 @@ def test_policies_change_what_is_said(served: Served) -> None:
 @pytest.mark.parametrize("name", evictions())
 def test_it_is_served(name: str, tiny_model: Path, tmp_path: Path) -> None:
     """`vllm serve --kv-policy NAME`."""
-    body = {"model": "tiny", "prompt": "x" * 90, "max_tokens": OUTPUT_TOKENS}
-    body |= {"temperature": 0, "ignore_eos": True}
     words = arguments(name, [name], tiny_model, tmp_path)
     with serving(tiny_model, words, tmp_path) as url:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        answer = complete(url, prompt="x" * 90, max_tokens=OUTPUT_TOKENS)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == OUTPUT_TOKENS
         assert num_events(url) >= 1

@@ -8,19 +8,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from support.servers.servers import free_port, serving, started
-from support.servers.small_server import flags, num_events
+from support.servers.small_server import complete, flags, num_events
 from vllm_kvpolicy.observe.trace_files import read_trace
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 OWN = ("kv_policy", "kv_budget", "kv_interval", "kv_events", "kv_policy_config")
 STOCK: dict[str, int | None] = dict.fromkeys(OWN)
 END_SECONDS = 300
-BODY = {"model": "tiny", "prompt": "x" * 90, "max_tokens": 300}
-BODY |= {"temperature": 0, "ignore_eos": True}
 
 
 def words(trace: Path, **changes: int | None) -> list[str]:
@@ -49,13 +46,11 @@ def test_two_nodes_serve_what_one_serves(tiny_model: Path, tmp_path: Path) -> No
         second_node(tiny_model, tmp_path / "other", *words(trace)) as meeting,
         serving(tiny_model, words(trace) + meeting, tmp_path / "head") as url,
     ):
-        answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=300)
-        texts.append(answer.json()["choices"][0]["text"])
+        texts.append(complete(url, prompt="x" * 90).json()["choices"][0]["text"])
         events = num_events(url)
     options = words(tmp_path / "one", tensor_parallel_size=1)
     with serving(tiny_model, options, tmp_path / "alone") as url:
-        answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=300)
-        texts.append(answer.json()["choices"][0]["text"])
+        texts.append(complete(url, prompt="x" * 90).json()["choices"][0]["text"])
     assert texts[0] == texts[1]
     both, alone = list(read_trace(trace)), list(read_trace(tmp_path / "one"))
     assert len(both) == len(alone) == events > 2

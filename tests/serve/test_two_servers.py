@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import httpx
 import pytest
 
 from support.servers.servers import serving
-from support.servers.small_server import by_engine, flags, num_events
+from support.servers.small_server import by_engine, complete, flags, num_events
 from vllm_kvpolicy.observe.trace_files import read_trace
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
@@ -30,10 +29,7 @@ def files(shared: Path) -> set[str]:
 
 
 def answer(url: str) -> str:
-    body = {"model": "tiny", "prompt": "hello", "max_tokens": 300, "temperature": 0}
-    given = httpx.post(
-        f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=120
-    )
+    given = complete(url, prompt="hello")
     assert given.status_code == 200, given.text
     return given.json()["choices"][0]["text"]
 
