@@ -43,6 +43,6 @@ class LLM(vllm.LLM):
         additional_config: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = cli.given_values(locals())
+        given = cli.given_values(locals())  # the keywords: nothing else is local yet
         merged = cli.merge(additional_config or {}, given)
         super().__init__(model, additional_config=merged, **kwargs)

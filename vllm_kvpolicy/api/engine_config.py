@@ -122,7 +122,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
 
 
 def finish_stock(vllm_config: Any, is_command: bool) -> None:
-    """Refuse, or have counted, what an engine without a policy holds."""
+    """Refuse what needs a policy; have requests counted where that was asked for."""
     with errors(is_command):
         refuse_plain(vllm_config.model_config)
     if is_counted(vllm_config):
