@@ -31,6 +31,7 @@ LORA = named("LoRA adapters with a p")
 MULTIMODAL = named("multimodal")
 WEIGHT_TRANSFER = named("weight transfer with a p")
 FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
+SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
 OTHER_DRAFTS = named("MTP")
 MEASURED_DRAFTS = named("measures each token")
 NGRAM = SimpleNamespace(method="ngram")
@@ -71,10 +72,9 @@ def layers(*kinds):
 
 
 MIXED = layers(SLIDING, FULL)
-
-
-def backend(name):
-    return SimpleNamespace(name=name)
+CHUNKED = ["chunked_attention", FULL]
+EVENTS = SimpleNamespace(enable_kv_cache_events=True)
+FLEX = SimpleNamespace(name="FLEX_ATTENTION")
 
 
 def text(**values):
@@ -89,8 +89,8 @@ TRIGGERS = {
     "custom scheduler classes": {"scheduler_config.scheduler_cls": "mine.Sched"},
     "unchunked prefill": {"scheduler_config.enable_chunked_prefill": False},
     "block sizes that the attention kernel cannot split": cache(block_size=48),
-    "other attention backends": attention(backend=backend("FLEX_ATTENTION")),
-    RAGGED_FLASHINFER: attention(backend=backend("FLASHINFER")) | RAGGED,
+    "other attention backends": attention(backend=FLEX),
+    RAGGED_FLASHINFER: attention(backend=SimpleNamespace(name="FLASHINFER")) | RAGGED,
     # The tiny model has two.
     "`quest` on more ranks than KV heads": (
         parallel(tensor_parallel_size=4) | policy("snapkv+quest")
@@ -135,9 +135,7 @@ TRIGGERS = {
     "LoRA adapters with learned sinks": {**GPT_OSS, "lora_config": SET},
     "weight transfer with learned sinks": {**GPT_OSS, "weight_transfer_config": SET},
     "FP8 KV caches with learned sinks": GPT_OSS | FP8,
-    "layers other than full attention and sliding windows": {
-        LAYER_TYPES: ["chunked_attention", FULL]
-    },
+    "layers other than full attention and sliding windows": {LAYER_TYPES: CHUNKED},
     OWN: model(architectures=["InklingForCausalLM"]),
     UNLIKE: text(per_layer_attributes={"head_dim"}),
     OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
@@ -155,9 +153,7 @@ TRIGGERS = {
     "KV caches of other dtypes than the model's and FP8": cache(cache_dtype="nvfp4"),
     "KV connectors and KV offloading": cache(kv_offloading_size=1.0),
     "encoder-cache connectors": {"ec_transfer_config": SET},
-    "KV cache events": {
-        "kv_events_config": SimpleNamespace(enable_kv_cache_events=True)
-    },
+    "KV cache events": {"kv_events_config": EVENTS},
     "routed experts in answers": {"aux_output_config.enabled": True},
     "cascade attention": model(disable_cascade_attn=False),
     "pooling models": model(runner_type="pooling"),
@@ -193,9 +189,9 @@ SLIDING_ON_GPU = "sliding-window layers on GPUs"
 SINKS_ON_GPU = "learned sinks on GPUs"
 BY_DEVICE = (FP8_ON_GPU, FP8_ON_CPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
 OTHER_SETTING = {"attention_type": SLIDING, "num_attention_groups": 8}
-BLOCKS = [
-    SimpleNamespace(attention=SimpleNamespace(n_heads_in_group=n)) for n in (4, 8)
-]
+GROUPS = [SimpleNamespace(n_heads_in_group=count) for count in (4, 8)]
+BLOCKS = [SimpleNamespace(attention=group) for group in GROUPS]
+KINDS = [SLIDING, FULL]
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
     ("sliding windows in every layer", cache(sliding_window=512)),
@@ -213,15 +209,9 @@ MORE_TRIGGERS = [
     (UNLIKE, text(layer_types=[FULL] * 2, num_attention_heads_per_layer=[8, 4])),
     (UNLIKE, text(block_configs=BLOCKS)),
     (OTHER_WINDOWS, text(sliding_windows=[48, 96])),
-    (
-        OTHER_WINDOWS,
-        text(model_type="cohere2", sliding_window=48, layer_types=[SLIDING, FULL]),
-    ),
+    (OTHER_WINDOWS, text(model_type="cohere2", sliding_window=48, layer_types=KINDS)),
     (ALIBI, text(model_type="falcon", alibi=True)),
-    (
-        "other attention backends",
-        attention(backend_per_kind={FULL: backend("FLEX_ATTENTION")}),
-    ),
+    ("other attention backends", attention(backend_per_kind={FULL: FLEX})),
 ]
 
 
@@ -288,14 +278,7 @@ def test_what_only_a_cpu_serves_is_refused_on_gpus(
         ({"policy": "epikv", "allow": ["adakv-snapkv", "local"]}, False),
         ({"policy": "dms"}, True),
         ({"policy": "tova", **FITTED, "allow": ["ams-qfilter"]}, True),
-        (
-            {
-                "policy": "tova+quest",
-                "allow": ["kvzap+tova"],
-                "policy_config": {"kvzap_model": "a folder"},
-            },
-            True,
-        ),
+        ({"policy": "tova+quest", "allow": ["kvzap+tova"], **SURROGATE}, True),
     ],
 )
 def test_other_weights_meet_no_policy_for_the_models_own(
@@ -368,7 +351,7 @@ def test_drafts_come_from_n_grams_or_suffix_trees(policy_config, method, is_refu
         model(is_moe=True),
         GPT_OSS | policy("h2o"),
         # `--disable-sliding-window`
-        text(layer_types=[SLIDING, FULL]),
+        text(layer_types=KINDS),
         text(layer_types=[SLIDING] * 2),
     ],
 )

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import tempfile
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -172,13 +173,10 @@ def test_asynchronous_scheduling_and_cuda_have_their_own_classes(monkeypatch):
 @pytest.mark.parametrize(
     ("count", "rank", "starts"), [(1, 0, True), (2, -1, True), (2, 0, False)]
 )
-def test_who_starts_a_server_removes_its_files(monkeypatch, count, rank, starts):
+def test_who_starts_a_server_removes_its_files(monkeypatch, count, rank, starts, stale):
     """And each process those without a lock."""
-    names, stale = [], []
+    names = []
     monkeypatch.setattr(engine_config, "remove_files_at_exit", names.append)
-    monkeypatch.setattr(
-        engine_config, "remove_stale_files_at_exit", lambda: stale.append(1)
-    )
     config = finished(monkeypatch, count, rank)
     assert names == [config.instance_id] * starts and stale == [1]
 
@@ -547,11 +545,16 @@ def test_live_routes_are_there_where_asked_for_and_streams_are_no_long_requests(
     assert measured == ({*routes, "/kv_policy/live"} if is_live else {"none"})
 
 
-def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model, monkeypatch):
-    stale = []
-    monkeypatch.setattr(
-        engine_config, "remove_stale_files_at_exit", lambda: stale.append(1)
-    )
+@pytest.fixture
+def stale(monkeypatch):
+    """Has a 1 for each time that files without a lock are to be removed at the end."""
+    found = []
+    note = partial(found.append, 1)
+    monkeypatch.setattr(engine_config, "remove_stale_files_at_exit", note)
+    return found
+
+
+def test_stock_that_counts_keeps_its_way_of_scheduling(tiny_model, stale):
     classes = compat.COUNTING_CLASSES
     args = engine_args(tiny_model, async_scheduling=False, scheduler_cls=classes[True])
     assert args.create_engine_config().scheduler_config.scheduler_cls == classes[False]
