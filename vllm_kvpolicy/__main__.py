@@ -8,9 +8,9 @@ import argparse
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_kvpolicy import compat
 
@@ -19,14 +19,10 @@ HERE = Path(__file__).resolve().parent
 WRONG, STOPPED = 2, 130  # exit statuses: as of argparse, and of a shell after Ctrl-C
 
 
-@dataclass(frozen=True)
-class Command:
-    """A subcommand.
+class Command(NamedTuple):
+    """A module with `main`, or the function named behind a colon, and its summary.
 
-    Args:
-        module: has `main`, or the function named behind a colon, which takes the words
-            behind the subcommand and may return an exit status; in the package.
-        summary: for the help.
+    It takes the words behind the subcommand and may return an exit status.
     """
 
     module: str
@@ -46,11 +42,7 @@ MOVED = ("train", "calibrate")
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run a subcommand and return its exit status.
-
-    Args:
-        words: the command line without the program; that of the process by default.
-    """
+    """Run a subcommand of `words`, by default the process's; return its exit status."""
     words = sys.argv[1:] if words is None else words
     if words and words[0] in MOVED:
         told = "run `python -m training` in a checkout of the repository"
@@ -73,11 +65,7 @@ def run(
     """Run the subcommand that the first word names, and return its exit status.
 
     Args:
-        program: how the command line begins.
         package: has the modules of the subcommands; lies beside this one.
-        description: of the program, for the help.
-        known: subcommands by name.
-        words: the command line without the program.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -97,10 +85,9 @@ def run(
             raise
         reason = _in_a_line(error, (HERE, HERE.parent / package))
     except ModuleNotFoundError:
-        missing = compat.missing_vllm()
-        if missing is None:
+        reason = compat.missing_vllm() or ""
+        if not reason:
             raise
-        reason = missing
     except KeyboardInterrupt:
         return STOPPED
     print(f"{program} {name}: error: {reason}", file=sys.stderr)

@@ -123,7 +123,6 @@ def wants_traceback() -> bool:
 
 
 def vllm_version() -> str:
-    """Return the version of the vLLM that is imported."""
     import vllm
 
     return vllm.__version__
@@ -185,10 +184,7 @@ def cuda_attention_backend(dtype: str) -> str:
     """Return the name of the backend to use on this machine's NVIDIA GPU.
 
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
-    numbers, where vLLM has them; else Triton.
-
-    Args:
-        dtype: as given on the command line.
+    numbers, where vLLM has them; else Triton. `dtype` is as on the command line.
     """
     from vllm.platforms import current_platform
 

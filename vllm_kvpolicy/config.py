@@ -30,6 +30,7 @@ from vllm_kvpolicy.config_keys import (
     shown,
     trace_folder,
     with_server_options,
+    wrong,
 )
 from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
 from vllm_kvpolicy.policies.names import ResolvedPolicy, grammar, parse, resolve
@@ -66,13 +67,12 @@ class KVPolicyConfig:
             `preset`, which stands for a paper's own settings.
         ceiling_tokens: C, with PRESSURE held right after an event that comes because
             the request holds C + I; None for no such events.
-        options: options of the policies as the user gave them; each policy reads those
-            that it knows.
+        options: of the policies, as the user gave them; each policy reads its own.
         trace_dir: folder in which workers record survivors; None for off.
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
         report_events: each answer says what its events dropped.
-        live: the server has routes and a page that show what runs, see `live`.
+        live: the server has routes and a page that show what runs.
         live_text: they show the text of prompts and answers as well.
     """
 
@@ -105,15 +105,11 @@ class KVPolicyConfig:
     def __post_init__(self, is_checked: bool) -> None:
         if not is_checked:
             object.__setattr__(self, "_resolved", {})
-            self._read_budget()
+            given: Any = self.budget_tokens
+            if given == AUTO:
+                object.__setattr__(self, "is_auto", True)
+                object.__setattr__(self, "budget_tokens", LEAST_AUTO)
             self._check()
-
-    def _read_budget(self) -> None:
-        """Put a number in place of AUTO."""
-        given: Any = self.budget_tokens
-        if given == AUTO:
-            object.__setattr__(self, "is_auto", True)
-            object.__setattr__(self, "budget_tokens", LEAST_AUTO)
 
     def _check(self) -> None:
         """Check every value, alone and together with the others.
@@ -125,12 +121,9 @@ class KVPolicyConfig:
         """
         parse(self.policy)
         if not isinstance(self.options, Mapping):
-            got = shown(self.options)
-            raise ValueError(f"policy_config: got {got}, expected a mapping")
+            raise wrong("policy_config", self.options, "a mapping")
         if not isinstance(self.allow, tuple):
-            raise ValueError(
-                f"allow: got {shown(self.allow)}, expected a tuple of names"
-            )
+            raise wrong("allow", self.allow, "a tuple of names")
         _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
         for key in INTEGER_KEYS:
@@ -147,8 +140,7 @@ class KVPolicyConfig:
         """Check when events come, with the policies and the budget; set the default.
 
         Raises:
-            ValueError: no budget could be a floor, or AUTO where the pool does not say
-                what it stands for.
+            ValueError: no budget could be a floor, or the pool does not tell AUTO.
         """
         own = self.resolved()
         if self.events is None:
@@ -156,8 +148,7 @@ class KVPolicyConfig:
             events = ALWAYS if own.info.keeps_all or is_paper else PRESSURE
             object.__setattr__(self, "events", events)
         if self.events not in (ALWAYS, PRESSURE):
-            got = shown(self.events)
-            raise ValueError(f"events: got {got}, expected {ALWAYS!r} or {PRESSURE!r}")
+            raise wrong("events", self.events, f"{ALWAYS!r} or {PRESSURE!r}")
         asked: dict[str, Any] = {
             "events": PRESSURE if self.events == PRESSURE else None,
             "budget": AUTO if self.is_auto else None,
@@ -235,10 +226,7 @@ class KVPolicyConfig:
         return [word for each in self.all_resolved for word in each.info.parts]
 
     def resolved(self, policy_name: str | None = None) -> ResolvedPolicy:
-        """Return one of `policies` with all options, defaults and presets filled in.
-
-        Args:
-            policy_name: by default the server's own.
+        """Return one of `policies`, the server's own by default, with all its options.
 
         Raises:
             ValueError: a value outside its range, or none where one is required.
@@ -258,13 +246,7 @@ class KVPolicyConfig:
         return tokens if isinstance(tokens, int) else NO_STEP
 
     def _check_windows(self, policy_name: str, prefix: str = "", size: int = 1) -> None:
-        """Raise ValueError where a policy's query window is longer than an interval.
-
-        Args:
-            policy_name: one of `policies`.
-            prefix: what the keys begin with where the user gave them.
-            size: N, tokens per superblock.
-        """
+        """Raise ValueError where a policy's query window is longer than an interval."""
         window = self.resolved(policy_name).window_tokens
         intervals = {
             "interval": self.interval_tokens,
@@ -272,10 +254,8 @@ class KVPolicyConfig:
         }
         for key, tokens in intervals.items():
             if tokens < window:
-                raise ValueError(
-                    f"{prefix}{key}: got {tokens}, expected at least {window} tokens, "
-                    f"the query window of {policy_name!r}"
-                )
+                least = f"at least {window} tokens, the query window of {policy_name!r}"
+                raise wrong(prefix + key, tokens, least)
 
     @property
     def protects_prompt(self) -> bool:
@@ -290,8 +270,8 @@ class KVPolicyConfig:
         """Return when a request has events and what it holds between them.
 
         Args:
-            prompt_tokens: length of its prompt; where prompts are protected, the
-                budget counts generated tokens on top of it.
+            prompt_tokens: where prompts are protected, the budget counts generated
+                tokens on top of them.
             block_size: N, tokens per superblock.
             query_rows: rows of a superblock that a query takes, of its 2N; see `sizes`.
             phase: of the request, see `events`; 0 where events are not spread.
@@ -326,10 +306,8 @@ class KVPolicyConfig:
             ValueError: not a mapping, an unknown key, no policy, or a bad value.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(
-                f"{CONFIG_KEY}: got {shown(values)}, expected a mapping with keys "
-                f"{_listed(VALID_KEYS)}"
-            )
+            expected = f"a mapping with keys {_listed(VALID_KEYS)}"
+            raise wrong(CONFIG_KEY, values, expected)
         for key in values:
             if key not in VALID_KEYS:
                 raise ValueError(
@@ -347,7 +325,7 @@ class KVPolicyConfig:
         _check_type("policy_config", options, Mapping, "a mapping of options")
         allow = given.get("allow", ())
         if isinstance(allow, str) or not isinstance(allow, Iterable):
-            raise ValueError(f"allow: got {shown(allow)}, expected a list of policies")
+            raise wrong("allow", allow, "a list of policies")
         given |= {"policy_config": dict(options), "allow": tuple(allow)}
         fields = {"policy_config": "options"} | {k.key: k.field for k in INTEGER_KEYS}
         return cls(**{fields.get(key, key): value for key, value in given.items()})
@@ -363,10 +341,7 @@ class KVPolicyConfig:
         return values | {key: getattr(self, key) for key in SWITCHES}
 
     def validate_block_size(self, block_size: int) -> None:
-        """Check what depends on vLLM's block size, and the policies of `allow`.
-
-        Args:
-            block_size: N, tokens per superblock.
+        """Check what depends on N, tokens per superblock, and the policies of `allow`.
 
         Raises:
             ValueError: the budget has no room for a page after the tokens that are
@@ -378,24 +353,18 @@ class KVPolicyConfig:
             self._check_windows(name, size=block_size)
         tokens = self.prefill_interval_tokens
         if isinstance(tokens, int) and tokens % block_size:
-            raise ValueError(
-                f"prefill_interval: got {tokens}, expected a multiple of the block "
-                f"size {block_size}"
-            )
+            expected = f"a multiple of the block size {block_size}"
+            raise wrong("prefill_interval", tokens, expected)
 
     def with_request(
         self, extra_args: Mapping[str, Any] | None, block_size: int = 1
     ) -> "KVPolicyConfig | None":
-        """Apply what one request asks for in `vllm_xargs`.
+        """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
 
         Known keys: `kv_policy` (`none`, or one of `policies`), `kv_budget`,
         `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each number is at most
         the server's, because the server sized its memory for those. Keys that do not
         begin with `kv_` are not looked at.
-
-        Args:
-            extra_args: the request's `SamplingParams.extra_args`.
-            block_size: N, tokens per superblock.
 
         Returns:
             The request's configuration, or None where it asks for the full KV cache.
@@ -413,10 +382,9 @@ class KVPolicyConfig:
                 "one of them out"
             )
         if policy_name not in self.policies:
-            raise ValueError(
-                f"kv_policy: got {shown(policy_name)}, expected 'none' or one that the "
-                f"server allows: {_listed(map(repr, self.policies))}"
-            )
+            allowed = _listed(map(repr, self.policies))
+            expected = f"'none' or one that the server allows: {allowed}"
+            raise wrong("kv_policy", policy_name, expected)
         changes: dict[str, Any] = {}
         if policy_name != self.policy:
             changes = {"policy": policy_name, "allow": self.policies}
@@ -430,7 +398,7 @@ class KVPolicyConfig:
                 if value > limit or (why and value < limit):
                     wanted = f"{'' if why else 'at most '}the server's {limit}"
                     reason = f": {policy_name!r} {why}" if why else ""
-                    raise ValueError(f"{label}: got {value}, expected {wanted}{reason}")
+                    raise wrong(label, value, wanted + reason)
         if not changes:
             return self
         if self.is_auto and "ceiling_tokens" in changes:
@@ -461,10 +429,8 @@ class KVPolicyConfig:
         least = self.least_budget(page_tokens)
         if self.budget_tokens < least:
             page = f"one page of {page_tokens}" if page_tokens > 1 else "one page"
-            raise ValueError(
-                f"{key}: got {self.budget_tokens}, expected at least {least} tokens "
-                f"({sinks} sinks + {recent} recent + {page})"
-            )
+            parts = f"{sinks} sinks + {recent} recent + {page}"
+            raise wrong(key, self.budget_tokens, f"at least {least} tokens ({parts})")
 
 
 class ConfigValues(Mapping[str, Any]):
@@ -500,27 +466,22 @@ class ConfigValues(Mapping[str, Any]):
         return {key: value for key, value in vars(self).items() if key != "policy"}
 
     def __getitem__(self, key: str) -> Any:
-        """Return a value."""
         return self._values[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the keys."""
         return iter(self._values)
 
     def __len__(self) -> int:
-        """Return the number of values."""
         return len(self._values)
 
     def __repr__(self) -> str:
-        """Return the values as a dict is written."""
         return repr(self._values)
 
     def set_graph(self, parts: Sequence[str]) -> None:
         """Tell what policies have put into the model's forward pass.
 
-        Args:
-            parts: one line each, whatever the policy and its numbers; see
-                `worker.worker.traced_parts`.
+        One line per part, whatever the policy and its numbers; see
+        `worker.worker.traced_parts`.
         """
         self._graph = tuple(parts)
 
@@ -536,7 +497,7 @@ class ConfigValues(Mapping[str, Any]):
 
 
 def has_policy(vllm_config: Any) -> bool:
-    """Return whether an engine runs with a policy, from its VllmConfig."""
+    """Return whether an engine runs with a policy."""
     additional = vllm_config.additional_config
     return isinstance(additional, Mapping) and additional.get(CONFIG_KEY) is not None
 
@@ -562,7 +523,7 @@ def own_config(vllm_config: Any) -> KVPolicyConfig:
 def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
     """Raise ValueError unless `value` is None or of type `kind`."""
     if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{key}: got {shown(value)}, expected {expected}")
+        raise wrong(key, value, expected)
 
 
 def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:

@@ -25,12 +25,15 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)
 
 
+def wrong(key: str, value: Any, expected: str) -> ValueError:
+    """Return the error of a value that a user gave."""
+    return ValueError(f"{key}: got {shown(value)}, expected {expected}")
+
+
 class AlwaysKept(Protocol):
     """Which tokens every policy keeps; what words of policies see of a configuration.
 
-    Attributes:
-        sink_tokens: first tokens.
-        recent_tokens: newest tokens.
+    First tokens are sinks, newest ones recent.
     """
 
     @property
@@ -68,7 +71,6 @@ class IntegerKey:
         """Return `value` if it is a valid integer, or the word in place of one.
 
         Args:
-            value: as the user gave it.
             label: the key as the user knows it.
             of_request: a request gives it, which may not use the word.
 
@@ -85,9 +87,7 @@ class IntegerKey:
         valid = f"an integer >= {self.minimum}"
         if is_integer and value > MOST:
             valid = f"at most {MOST}"
-        raise ValueError(
-            f"{label or self.key}: got {shown(value)}, expected {valid}{word}"
-        )
+        raise wrong(label or self.key, value, f"{valid}{word}")
 
 
 INTEGER_KEYS = (
@@ -164,8 +164,7 @@ def check_switches(values: Mapping[str, Any]) -> None:
     """
     for key in SWITCHES:
         if not isinstance(values[key], bool):
-            got = shown(values[key])
-            raise ValueError(f"{key}: got {got}, expected true or false")
+            raise wrong(key, values[key], "true or false")
     if values["live_text"] and not values["live"]:
         raise ValueError("live_text: got true, expected live to be true as well")
 
@@ -178,9 +177,7 @@ def trace_folder(value: Any) -> str | None:
     """
     folder = os.path.expanduser(value) if isinstance(value, str) else ""
     if value is not None and (not folder or "\0" in folder or folder[0] == "~"):
-        raise ValueError(
-            f"trace_dir: got {shown(value)}, expected the name of a folder"
-        )
+        raise wrong("trace_dir", value, "the name of a folder")
     return folder or None
 
 

@@ -27,7 +27,6 @@ def request_phase(prompt_token_ids: Sequence[int], seed: int | None = None) -> i
     (3676573847, 2616465062, 1442807477)
 
     Args:
-        prompt_token_ids: its prompt.
         seed: of its sampling, so that samples of one prompt have phases of their own.
     """
     ids = struct.pack(f"<{len(prompt_token_ids)}q", *prompt_token_ids)
@@ -129,7 +128,6 @@ class EventPlan:
         return max(-(-position // step), self.budget // step + 1) * step
 
     def next_event(self, position: int) -> int:
-        """Return the first event position >= `position`."""
         inside = self.next_inside(position)
         if inside < self.prompt_len:
             return inside
@@ -176,7 +174,6 @@ class Footprint:
         return self.events.window_tokens
 
     def blocks(self, num_tokens: int) -> int:
-        """Return the superblocks of that many tokens."""
         return -(-num_tokens // self.block_size)
 
     def frontier_blocks(self, position: int) -> int:
@@ -184,11 +181,7 @@ class Footprint:
         return (position - self.recent) // self.block_size
 
     def global_blocks(self, position: int, budget: int | None = None) -> int:
-        """Return the superblocks of survivors after an event at `position`.
-
-        Args:
-            budget: of the event; None for that of the plan.
-        """
+        """Return the superblocks of survivors, by default with the plan's budget."""
         budget = self.events.budget if budget is None else budget
         frontier_blocks = self.frontier_blocks(position)
         if self.keeps_all:
@@ -204,7 +197,6 @@ class Footprint:
         at most N events, so no more than one period is looked at.
 
         Args:
-            num_tokens: length of the request.
             num_shared: superblocks of a cached prefix that other requests hold too.
                 They cost nothing until the first event, which takes superblocks of its
                 own for what it keeps of them.

@@ -13,18 +13,12 @@ from vllm_kvpolicy.api import cli  # noqa: E402
 
 
 class LLM(vllm.LLM):
-    """vLLM's `LLM` that also takes the policy.
+    """vLLM's `LLM` that also takes the policy: the command line's flags as keywords.
 
     Args:
-        model: folder or name, as for vLLM's `LLM`.
-        kv_policy: name of the policy; None is stock vLLM.
+        kv_policy: None is stock vLLM.
         kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
             share of a request.
-        kv_interval: tokens that a request grows between events.
-        kv_ceiling: with kv_events "pressure", tokens to which a request is cut, even
-            with room for it, when it holds an interval more.
-        kv_recent: newest tokens that are always kept.
-        kv_sinks: first tokens that are always kept.
         kv_events: "pressure", the default, or "always": when requests are cut.
         kv_policy_config: options of the policy.
         additional_config: vLLM's own; values given here as keywords win over it.
@@ -49,17 +43,6 @@ class LLM(vllm.LLM):
         additional_config: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        given = cli.given_values(
-            {
-                "kv_policy": kv_policy,
-                "kv_budget": kv_budget,
-                "kv_interval": kv_interval,
-                "kv_ceiling": kv_ceiling,
-                "kv_recent": kv_recent,
-                "kv_sinks": kv_sinks,
-                "kv_events": kv_events,
-                "kv_policy_config": kv_policy_config,
-            }
-        )
+        given = cli.given_values(locals())  # the keywords: nothing else is local yet
         merged = cli.merge(additional_config or {}, given)
         super().__init__(model, additional_config=merged, **kwargs)

@@ -62,8 +62,6 @@ class WindowCapture:
     """Save queries of this step's forward pass into a query window.
 
     Args:
-        request_id: vLLM's request id.
-        window_blocks: superblocks of the query window.
         first_token: offset among the request's tokens of this step.
         first_row: row of the window that the first of them fills.
         num_tokens: how many to save.
@@ -100,7 +98,6 @@ class UsedBlocks:
     """A worker's answer to an event: how many of its destinations are in use.
 
     Args:
-        request_id: vLLM's request id.
         serial: number of the event, as in `CompactEvent`.
         num_blocks: how many leading destination superblocks hold survivors; the others
             are empty.

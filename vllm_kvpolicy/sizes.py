@@ -16,12 +16,7 @@ AUTO_STEP = 64  # tokens, of which a budget of AUTO is a multiple
 
 @dataclass(frozen=True)
 class PlannerLimits:
-    """Sizes that are fixed for the life of an engine.
-
-    Args:
-        block_size: N, tokens per superblock.
-        events_per_step: events that one step may carry.
-    """
+    """Of an engine: N, tokens per superblock, and the events that a step may carry."""
 
     block_size: int
     events_per_step: int
@@ -74,11 +69,7 @@ class SlidingGroups:
     def held(self, computed: Any, end: Any, step: int = 1) -> Any:
         """Return superblocks held in a step that gets from `computed` to `end` tokens.
 
-        Args:
-            computed: tokens for which older superblocks have been given back; integers
-                or an array, like `end`.
-            end: tokens after the step.
-            step: most tokens that an earlier step computed.
+        Both are integers or arrays. See `first_block`.
         """
         first = self.first_block(computed, step)
         return self.count * (-(-end // self.block_size) - first)
@@ -98,7 +89,6 @@ class SlidingGroups:
         """Return the most superblocks that a request of `num_tokens` ever holds.
 
         Args:
-            num_tokens: of prompt and answer.
             step: most tokens that it computes in a step; None for what any step may.
         """
         step = self.step_tokens if step is None else step
@@ -144,7 +134,6 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
 
     Args:
         config: of the engine or of a request.
-        vllm_config: of the engine.
         prefix: of the keys that an error names.
 
     Raises:
@@ -215,7 +204,6 @@ def auto_budget(
     window, 1 for rounding and 512 tokens of growth, that is 1,456 tokens, and so 1,408.
 
     Args:
-        config: the engine's policies.
         num_blocks: superblocks of the pool, vLLM's null block included; None where it
             is not known yet, for the least that it may stand for.
 
@@ -282,8 +270,6 @@ def max_blocks_per_request(
     protected prompt or the full KV cache, is refused where the pool cannot hold it.
 
     Args:
-        vllm_config: the engine's configuration.
-        config: the engine's policy.
         longest: most tokens of a request; None for max_model_len.
     """
     block_size = vllm_config.cache_config.block_size
@@ -314,8 +300,7 @@ def most_blocks(
     Whatever its phase, so that requests of equal lengths get equal answers.
 
     Args:
-        config: of the request.
-        prompt_tokens: length of its prompt, >= 1.
+        prompt_tokens: >= 1.
         num_tokens: length of prompt and answer.
         block_size: N, tokens per superblock.
         query_rows: rows of a superblock that a query takes.
@@ -330,11 +315,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
 
     With called events, what requests hold at their floors is what they hold at most
     where they are cut at fixed positions: calls can make room for somewhat more.
-
-    Args:
-        vllm_config: the engine's configuration.
-        config: the engine's policy.
-        num_blocks: superblocks of the pool, vLLM's null block included.
+    `num_blocks` are those of the pool, vLLM's null block included.
     """
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len

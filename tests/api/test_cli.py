@@ -43,12 +43,11 @@ def test_the_budget_may_be_the_pools_share():
     assert KVPolicyConfig.from_dict(given).is_auto
 
 
-def test_nothing_given_is_nothing():
-    assert cli.given_values(vars(parse())) == {}
-
-
-def test_zero_is_given():
-    assert cli.given_values(vars(parse("--kv-sinks", "0"))) == {"sinks": 0}
+@pytest.mark.parametrize(
+    ("words", "given"), [((), {}), (("--kv-sinks", "0"), {"sinks": 0})]
+)
+def test_nothing_is_nothing_and_zero_is_given(words, given):
+    assert cli.given_values(vars(parse(*words))) == given
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,6 @@ def test_without_flags_additional_config_is_the_same_object():
 
 @pytest.mark.parametrize("before", [{"kv_policy": "tova"}, object()])
 def test_additional_config_must_be_able_to_hold_values(before):
-    with pytest.raises(
-        ValueError, match=r"additional_config: got .*expected a mapping"
-    ):
+    message = "additional_config: got .*expected a mapping"
+    with pytest.raises(ValueError, match=message):
         cli.merge(before, {"policy": "tova"})

@@ -92,11 +92,9 @@ def gates(tmp_path):
     """Write gates that fit the tiny model, or what is made of them."""
 
     def write(**fields):
-        sizes = {"layers": 2, "heads": 2, "channels": 32}
-        sizes |= {key: fields.pop(key) for key in sizes.keys() & fields.keys()}
+        fits = {"layers": 2, "heads": 2, "channels": 32, "window": 40}
         path = tmp_path / "gates.safetensors"
-        made = make_gates(**sizes, **{"window": 40, "rope_theta": 1e4, **fields})
-        made.save(path)
+        make_gates(**{**fits, "rope_theta": 1e4, **fields}).save(path)
         return path
 
     return write

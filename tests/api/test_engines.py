@@ -2,6 +2,7 @@
 
 import pickle
 from types import SimpleNamespace
+from typing import get_type_hints
 
 import msgspec
 import pytest
@@ -17,26 +18,11 @@ CONFIG = KVPolicyConfig.from_dict({"policy": "tova", "budget": 128, "interval": 
 
 def ready(instance_id, num_blocks, index=0):
     """Return the message of an engine that is ready to serve."""
-    response = EngineCoreReadyResponse(
-        max_model_len=4096,
-        num_gpu_blocks=num_blocks,
-        block_size=32,
-        dp_stats_address=None,
-        dtype="float32",
-        vllm_version="0.32.0",
-        world_size=1,
-        data_parallel_size=1,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-        decode_context_parallel_size=1,
-        data_parallel_rank=index,
-        max_num_seqs=16,
-        max_num_batched_tokens=2048,
-        instance_id=instance_id,
-        supports_lora=False,
-        max_loras=0,
-    )
-    return msgspec.msgpack.encode(response)
+    kinds = get_type_hints(EngineCoreReadyResponse)
+    blank = {name: kind() for name, kind in kinds.items() if isinstance(kind, type)}
+    own = {"instance_id": instance_id, "num_gpu_blocks": num_blocks}
+    fields = {**blank, "dp_stats_address": None, "data_parallel_rank": index, **own}
+    return msgspec.msgpack.encode(EngineCoreReadyResponse(**fields))
 
 
 def api_process(instance_id):

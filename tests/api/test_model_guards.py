@@ -56,9 +56,7 @@ def test_layers_of_two_head_sizes_are_refused(policy_config, changes, is_refused
     found = {**changes, "num_key_value_heads": 2, "attention_k_eq_v": True}
     config = {"model_config.hf_text_config": gemma4(**found)}
     reasons = refusals(Overlay(policy_config, config))
-    unlike = [
-        each for each in reasons if each.startswith("layers that differ in heads")
-    ]
+    unlike = [each for each in reasons if "layers that differ in heads" in each]
     assert bool(unlike) == is_refused
 
 

@@ -11,18 +11,11 @@ import pytest
 from vllm_kvpolicy.commands.outputs import new_file, new_folder
 
 # What a command writes -> its module and option; an option ends in "/" for a folder.
+TRAINING, TRAINERS = ("training.__main__", "--output"), ("wgkv", "dms")
+MEASURING = ("qfilter", "triattention", "epikv-collect", "epikv-labels", "epikv-layers")
 OUTPUTS = {
-    **{
-        f"training {word}": ("training.__main__", "--output")
-        for word in (
-            *("qfilter", "triattention"),
-            *("epikv-collect", "epikv-labels", "epikv-layers"),
-        )
-    },
-    **{
-        f"training {word}": ("training.__main__", "--output/")
-        for word in ("wgkv", "dms")
-    },
+    **{f"training {word}": TRAINING for word in MEASURING},
+    **{f"training {word}": (TRAINING[0], "--output/") for word in TRAINERS},
     "trace report": ("vllm_kvpolicy.commands.trace", "--json"),
     "trace plot": ("vllm_kvpolicy.commands.trace", "--output/"),
     "accuracy": ("benchmarks.accuracy.__main__", "--out"),

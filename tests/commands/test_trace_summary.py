@@ -61,13 +61,8 @@ def test_a_sliding_window_shares_nothing_but_sinks(tmp_path):
 def test_a_known_region_is_wiped_out(tmp_path):
     # 100 tokens, sinks 4, local from 84 on: regions of 16 start at 4, 20, 36, 52, 68.
     survivors = [p for p in range(84) if not 20 <= p < 52 or p == 40]
-    event = make_event(
-        position=100,
-        frontier=84,
-        sinks=4,
-        held=rows(range(100)),
-        survivors=rows(survivors),
-    )
+    fields = {"held": rows(range(100)), "survivors": rows(survivors)}
+    event = make_event(position=100, frontier=84, sinks=4, **fields)
     got = summarise(write_trace(tmp_path, [event]))["snapkv"]
     assert got["wiped_16_0"] == got["gone_16_0"] == 1 / 5  # 36 to 51 keep position 40
     assert got["wiped_32_0"] == got["wiped_32_5"] == 0

@@ -15,7 +15,7 @@ BEFORE = "before their first event requests have the answers of the full KV cach
 ALONE = "requests are answered alone as beside others"
 MEMORY, MOVED = "a policy returns memory", "tokens that were moved give the answers"
 POOL, COUNTS = "all superblocks are free at the end", "counters agree with the answers"
-ALL = {BEFORE, MEMORY, ALONE, f"server: {POOL}", f"server: {COUNTS}"}
+ALL = [BEFORE, MEMORY, ALONE, f"server: {POOL}", f"server: {COUNTS}"]
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +43,7 @@ def test_a_healthy_server(capsys: pytest.CaptureFixture) -> None:
     # What is installed here says nothing of the server, but for our own version.
     assert "ams-tova" in text and "torch" not in text and "vllm-kvpolicy here" in text
     found = results(text)
-    assert list(found) == [
-        BEFORE,
-        MEMORY,
-        ALONE,
-        f"server: {POOL}",
-        f"server: {COUNTS}",
-    ]
-    assert set(found.values()) == {"ok"}
+    assert list(found) == ALL and set(found.values()) == {"ok"}
     # Less than the server's own budget, so that short requests have events.
     asked = [body["vllm_xargs"] for body in fake.bodies]
     assert {"kv_budget": 128, "kv_interval": 64} in asked
@@ -85,22 +78,18 @@ def test_what_is_wrong_is_named(
     [
         (
             PolicyServer("does not repeat itself"),
-            {BEFORE, ALONE},
+            [BEFORE, ALONE],
             "full KV caches do not give the same twice",
         ),
         (PolicyServer("is asked by others"), ALL, "other requests used the server"),
         (PolicyServer("is asked by others", "leaks"), ALL, "other requests used"),
         (PolicyServer("others run"), ALL, "1 other requests used the server"),
         (PolicyServer("counts elsewhere"), ALL, "are not in its metrics"),
-        (
-            PolicyServer(policy="quest"),
-            {MEMORY},
-            "without a scorer it may keep every token",
-        ),
+        (PolicyServer(policy="quest"), [MEMORY], "without a scorer it may keep every"),
         # The least budget that the server names leaves no room for an event.
         (
             PolicyServer(budget=2048, least=2000),
-            {MEMORY, ALONE},
+            [MEMORY, ALONE],
             "requests of 688 tokens have no event here",
         ),
     ],
@@ -111,12 +100,12 @@ def test_what_is_wrong_is_named(
     ),
 )
 def test_what_cannot_be_judged_is_left_open(
-    fake: PolicyServer, names: set[str], why: str, capsys: pytest.CaptureFixture
+    fake: PolicyServer, names: list[str], why: str, capsys: pytest.CaptureFixture
 ) -> None:
     assert verified(fake) == 0
     text = capsys.readouterr().out
     found = results(text)
-    assert {name for name, result in found.items() if result == "open"} == names
+    assert [name for name, result in found.items() if result == "open"] == names
     assert why in text and "NOT HEALTHY" not in text and "nothing failed" in text
 
 

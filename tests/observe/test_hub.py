@@ -1,6 +1,7 @@
 """The hub joins ranks and engines, and knows what it does not know."""
 
 from base64 import b64decode, b64encode
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,20 +14,11 @@ from vllm_kvpolicy.observe.shared_files import LISTEN_SECONDS, RANK, SCHEDULER, 
 POOL = 40
 
 
-class Clock:
-    """Time that tests move."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
-
-
 @pytest.fixture(autouse=True)
 def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr("time.monotonic", clock.monotonic)
+    """Time that tests move."""
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr("time.monotonic", lambda: clock.now)
     return clock
 
 
@@ -196,11 +188,8 @@ def test_a_slow_listener_gets_what_is_left_and_requests_are_forgotten(clock):
     poll(hub, clock)
     assert hub.request("r0") is None and hub.request("r40") is not None
     assert hub.num_messages == hubs.MOST_REQUESTS + 20
-    newest = hub.since(hub.num_messages - 2)
-    assert [line["serial"] for _, _, line in newest] == [
-        hubs.MOST_REQUESTS + 18,
-        hubs.MOST_REQUESTS + 19,
-    ]
+    newest = [line["serial"] for _, _, line in hub.since(hub.num_messages - 2)]
+    assert newest == [hubs.MOST_REQUESTS + 18, hubs.MOST_REQUESTS + 19]
 
 
 def test_preemptions_are_messages(clock):

@@ -112,37 +112,37 @@ def test_a_file_of_another_user_is_left_alone(folder, monkeypatch):
     assert path.exists()
 
 
-def test_a_file_made_anew_under_a_removed_name_stays(folder, monkeypatch):
+@pytest.fixture
+def before_lock(monkeypatch):
+    """Let another engine unlink the file before the first lock of a kind is on it."""
+    lock, done = fcntl.flock, []
+
+    def late(kind, then=lambda: True):
+        def late_lock(descriptor, operation):
+            if operation & kind and not done:
+                counter_path("own").unlink()
+                done.append(descriptor)
+                done.append(then())
+            return lock(descriptor, operation)
+
+        monkeypatch.setattr(fcntl, "flock", late_lock)
+        return done
+
+    return late
+
+
+def test_a_file_made_anew_under_a_removed_name_stays(folder, before_lock):
     """Who still holds the removed file must not remove the new engine's."""
-    path = counter_path("own")
-    path.write_bytes(b"")
-    new = []
-
-    def late_lock(descriptor, operation):
-        if operation & fcntl.LOCK_EX and not new:
-            path.unlink()  # another engine was faster
-            new.append(CounterFile("own", create=True))
-        return lock(descriptor, operation)
-
-    lock = fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", late_lock)
+    counter_path("own").write_bytes(b"")
+    done = before_lock(fcntl.LOCK_EX, lambda: CounterFile("own", create=True))
     remove_stale_files()
-    assert new and CounterFile("own", create=False).read()["events"] == 0
+    assert done and CounterFile("own", create=False).read()["events"] == 0
 
 
-def test_a_file_removed_before_it_was_locked_is_made_again(folder, monkeypatch):
-    removed = []
-
-    def late_lock(descriptor, operation):
-        if operation & fcntl.LOCK_SH and not removed:
-            counter_path("own").unlink()  # another engine took it for a dead one's
-            removed.append(descriptor)
-        return lock(descriptor, operation)
-
-    lock = fcntl.flock
-    monkeypatch.setattr(fcntl, "flock", late_lock)
+def test_a_file_removed_before_it_was_locked_is_made_again(folder, before_lock):
+    done = before_lock(fcntl.LOCK_SH)
     CounterFile("own", create=True).add("events", 1)
-    assert removed and CounterFile("own", create=False).read()["events"] == 1
+    assert done and CounterFile("own", create=False).read()["events"] == 1
 
 
 def test_an_engine_starts_where_files_cannot_be_locked(folder, monkeypatch):

@@ -4,15 +4,7 @@ import pytest
 
 from support.browser import faint_texts, thread_seconds, wait_for
 from support.live import FACTS, KEY, PlayedEngine
-from support.live_page import (
-    CELL,
-    IS_SHOWN,
-    SELECTED,
-    WIDTHS,
-    page_of,
-    serving,
-    unlock,
-)
+from support.live_page import CELL, IS_SHOWN, SELECTED, WIDTHS, page_of, serving, unlock
 from support.sweeps import paired
 from support.waiting import wait_until
 

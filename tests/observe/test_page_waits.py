@@ -97,11 +97,7 @@ def test_an_answer_that_is_lost_is_asked_for_again(browser, port, is_silent):
         elif not is_silent:
             route.abort()
 
-    with (
-        PlayedEngine(1, most_events=1),
-        serving(port) as url,
-        page_of(browser) as page,
-    ):
+    with PlayedEngine(1, most_events=1), serving(port) as url, page_of(browser) as page:
         page.route(ANSWERS, lose)
         page.goto(url)
         page.wait_for_selector("#door:not([hidden])")

@@ -21,18 +21,14 @@ PATHS = ["/kv_policy", "/kv_policy/requests", "/kv_policy/requests/r"]
 KEY = {"Authorization": "Bearer right"}
 
 
-class Engine:
-    """What an engine writes."""
-
-    def __init__(self):
-        self.counters = CounterFile("one", create=True)
-        self.scheduler = Ring(SCHEDULER.format("one"), create=True)
-        self.rank = Ring(RANK.format("one", 0), create=True)
-
-
 @pytest.fixture
 def engine():
-    return Engine()
+    """What an engine writes."""
+    return SimpleNamespace(
+        counters=CounterFile("one", create=True),
+        scheduler=Ring(SCHEDULER.format("one"), create=True),
+        rank=Ring(RANK.format("one", 0), create=True),
+    )
 
 
 def routes_of(keys=(), server=lambda: None, token_text=None):
@@ -65,10 +61,8 @@ def test_data_asks_for_a_key(engine, path, headers):
 def test_a_key_opens_and_without_keys_all_is_open(engine):
     engine.rank.append(event_record())
     engine.counters.add("events", 4)
-    for client, headers in [
-        (client_of(keys=["other", "right"]), KEY),
-        (client_of(), {}),
-    ]:
+    for keys, headers in ((["other", "right"], KEY), ([], {})):
+        client = client_of(keys=keys)
         found = [client.get(path, headers=headers).status_code for path in PATHS]
         assert found == [200] * 3
         overview = client.get("/kv_policy", headers=headers).json()
@@ -141,14 +135,11 @@ def read_stream(routes, until, during=()):
 
 
 def test_a_stream_tells_facts_the_state_and_then_what_happens(engine):
-    found = read_stream(
-        routes_of(),
-        "event",
-        [
-            lambda: engine.counters.set("local_blocks", 2),
-            lambda: engine.rank.append(event_record()),
-        ],
-    )
+    during = [
+        lambda: engine.counters.set("local_blocks", 2),
+        lambda: engine.rank.append(event_record()),
+    ]
+    found = read_stream(routes_of(), "event", during)
     names = [name for name, _ in found]
     assert names[:2] == ["server", "state"] and names[-1] == "event"
     assert found[-1][1]["position"] == 100

@@ -57,9 +57,29 @@ def scheduler_of(computed, waiting=0):
 
 @pytest.fixture
 def told():
-    """A scheduler's half, and its ring as a listener sees it."""
+    """A scheduler's half, and its ring as somebody sees it who may listen."""
     own = Snapshots("one", True, lambda: None)
     return own, Ring(SCHEDULER.format("one"), create=False)
+
+
+@pytest.fixture
+def heard(told):
+    """The same while somebody listens."""
+    told[1].listen()
+    return told
+
+
+@pytest.fixture
+def look(heard):
+    """What is told of a scheduler."""
+
+    def look(scheduler):
+        own, listener = heard
+        own.publish(scheduler)
+        ((found,), _) = listener.read()
+        return found
+
+    return look
 
 
 def test_a_scheduler_that_nobody_listens_to_is_not_looked_at(told):
@@ -70,19 +90,10 @@ def test_a_scheduler_that_nobody_listens_to_is_not_looked_at(told):
     assert listener.read() == ([], 0)
 
 
-def test_a_snapshot_has_the_pool_and_what_stock_would_hold(told):
-    own, listener = told
-    listener.listen()
-    own.publish(scheduler_of([320, 290, 33], waiting=2))
-    ((found,), _) = listener.read()
-    assert found["pool"] == {
-        "local": 9,
-        "global": 3,
-        "cached": 3,
-        "free": 8,
-        "total": 20,
-        "stock": 10 + 10 + 2,
-    }
+def test_a_snapshot_has_the_pool_and_what_stock_would_hold(look):
+    found = look(scheduler_of([320, 290, 33], waiting=2))
+    sizes = {"local": 9, "global": 3, "cached": 3, "free": 8, "total": 20}
+    assert found["pool"] == {**sizes, "stock": 10 + 10 + 2}
     assert (found["running"], found["stock_running"], found["waiting"]) == (3, 2, 2)
     first, second, *_, last = found["requests"]
     assert (first["id"], first["policy"], first["events"]) == ("r0", "ams-tova", 2)
@@ -91,60 +102,46 @@ def test_a_snapshot_has_the_pool_and_what_stock_would_hold(told):
     own_numbers = [(row["budget"], row["interval"]) for row in (first, second)]
     assert own_numbers == [(96, 48), (None, None)]
     assert last["id"] == "w1" and not last["running"]
-    assert [(row["floor"], row["uncut"]) for row in (first, second)] == [
-        (None, False),
-        (None, True),
-    ]
+    floors = [(row["floor"], row["uncut"]) for row in (first, second)]
+    assert floors == [(None, False), (None, True)]
 
 
-def test_a_request_whose_events_are_called_for_has_a_floor(told):
+def test_a_request_whose_events_are_called_for_has_a_floor(look):
     """Its budget and the prompt that it keeps."""
-    own, listener = told
-    listener.listen()
     scheduler = scheduler_of([320, 290])
     state = scheduler.kv_policy_planner.states["r0"]
     state.plan.is_called = state.is_uncut = True
-    own.publish(scheduler)
-    ((found,), _) = listener.read()
+    found = look(scheduler)
     rows = [(row["floor"], row["budget"], row["uncut"]) for row in found["requests"]]
     assert rows == [(106, 96, True), (None, None, True)]
 
 
-def test_a_request_that_ends_in_this_step_does_not_run(told):
+def test_a_request_that_ends_in_this_step_does_not_run(look):
     """vLLM frees a request before it takes it off the list."""
-    own, listener = told
-    listener.listen()
     scheduler = scheduler_of([320, 64])
     del scheduler.requests["r0"]
-    own.publish(scheduler)
-    ((found,), _) = listener.read()
+    found = look(scheduler)
     assert [row["id"] for row in found["requests"]] == ["r1"]
     assert (found["running"], found["pool"]["stock"]) == (1, 2)
 
 
-def test_stock_holds_common_starts_of_prompts_once(told):
-    own, listener = told
-    listener.listen()
+def test_stock_holds_common_starts_of_prompts_once(look):
     scheduler = scheduler_of([3 * SIZE + 1] * 3)
     first, second, third = scheduler.running
     first.num_prompt_tokens = second.num_prompt_tokens = third.num_prompt_tokens = 90
     second.block_hashes = [*first.block_hashes[:2], "own"]
     assert shared_blocks(scheduler.running, SIZE) == {"r0": 0, "r1": 2, "r2": 0}
-    own.publish(scheduler)
-    ((found,), _) = listener.read()
+    found = look(scheduler)
     assert found["pool"]["stock"] == 4 + 2 + 4 and found["stock_running"] == 3
 
 
-def test_stock_holds_equal_answers_once_each(told):
+def test_stock_holds_equal_answers_once_each(look):
     """Six requests with the same prompt of 7 blocks have written the same 6 blocks."""
-    own, listener = told
-    listener.listen()
     scheduler = scheduler_of([13 * SIZE] * 6)
     for each in scheduler.running:
         each.num_prompt_tokens = 7 * SIZE + 1
         each.block_hashes = scheduler.running[0].block_hashes
-    own.publish(scheduler)
-    ((found,), _) = listener.read()
+    found = look(scheduler)
     assert found["pool"]["stock"] == 7 + 6 * 6
 
 
@@ -168,9 +165,8 @@ def test_stock_takes_whole_blocks_of_a_prompt(prompts, computed, taken):
     assert shared_blocks(running, SIZE) == {"a": 0, "b": taken}
 
 
-def test_snapshots_come_a_few_times_a_second_and_at_the_end(told, monkeypatch):
-    own, listener = told
-    listener.listen()
+def test_snapshots_come_a_few_times_a_second_and_at_the_end(heard):
+    own, listener = heard
     scheduler = scheduler_of([40])
     for _ in range(5):
         own.publish(scheduler)
@@ -180,21 +176,17 @@ def test_snapshots_come_a_few_times_a_second_and_at_the_end(told, monkeypatch):
     assert [len(each["requests"]) for each in listener.read()[0]] == [1, 0]
 
 
-def test_of_very_many_requests_the_first_are_shown(told, monkeypatch):
-    own, listener = told
+def test_of_very_many_requests_the_first_are_shown(look, monkeypatch):
     monkeypatch.setattr(snapshots, "MOST_ROWS", 3)
-    listener.listen()
-    own.publish(scheduler_of([40, 40], waiting=5))
-    ((found,), _) = listener.read()
+    found = look(scheduler_of([40, 40], waiting=5))
     assert [row["id"] for row in found["requests"]] == ["r0", "r1", "w0"]
     assert found["waiting"] == 5
 
 
 @pytest.mark.parametrize("with_text", [True, False])
-def test_tokens_are_told_up_to_the_event_where_text_is_asked_for(told, with_text):
-    own, listener = told
+def test_tokens_are_told_up_to_the_event_where_text_is_asked_for(heard, with_text):
+    own, listener = heard
     own.with_text = with_text
-    listener.listen()
     event = SimpleNamespace(request_id="r", position=2)
     own.publish_tokens([event], {"r": request("r", 5)})
     records, _ = listener.read()
@@ -203,15 +195,11 @@ def test_tokens_are_told_up_to_the_event_where_text_is_asked_for(told, with_text
         assert b64decode(record["ids"]) == bytes([100, 0, 0, 0, 101, 0, 0, 0])
 
 
-def test_a_preemption_is_told_at_once_and_the_file_ends_with_the_engine(told):
-    own, listener = told
-    listener.listen()
+def test_a_preemption_is_told_at_once_and_the_file_ends_with_the_engine(heard):
+    own, listener = heard
     own.publish_preemption(request("r", 9))
     ((found,), _) = listener.read()
-    assert (found["kind"], found["request"], found["computed"]) == (
-        "preemption",
-        "r",
-        9,
-    )
+    said = found["kind"], found["request"], found["computed"]
+    assert said == ("preemption", "r", 9)
     own.close()
     assert not own.ring.path.exists()

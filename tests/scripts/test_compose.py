@@ -52,9 +52,8 @@ def test_grafana_finds_prometheus_and_the_board() -> None:
     (source,) = read("grafana/datasource.yml")["datasources"]
     assert source["url"] == f"http://prometheus:{port('prometheus')}"
     (provider,) = read("grafana/dashboards.yml")["providers"]
-    home = SERVICES["grafana"]["environment"][
-        "GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"
-    ]
+    environment = SERVICES["grafana"]["environment"]
+    home = environment["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     assert dirname(home) == provider["options"]["path"]
     assert mounts("grafana")[home] == ROOT / "docs" / "monitoring" / "dashboard.json"
     provisioned = {p for p in mounts("grafana") if "/provisioning/" in p}

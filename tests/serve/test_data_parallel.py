@@ -5,7 +5,6 @@ The two processes have temporary folders of their own, like two hosts.
 
 import json
 import random
-import re
 import tempfile
 import time
 from collections import Counter
@@ -19,33 +18,21 @@ import pytest
 
 from support.browser import chromium, wait_for
 from support.servers.servers import command_of, free_port, serving, started
+from support.servers.small_server import by_engine, complete, flags
 from vllm_kvpolicy.observe.metrics import CounterFile
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 POOL_BLOCKS, BLOCK = 25, 32
-FLAGS = {
-    "--kv-policy": "ams-tova",
-    "--kv-budget": "96",
-    "--kv-interval": "48",
-    "--kv-events": "always",
-    "--additional-config": '{"kv_policy": {"prefill_interval": 128}}',
-    "--dtype": "float32",
-    "--max-model-len": "1024",
-    "--max-num-seqs": "8",
-    "--kv-cache-memory-bytes": "8388608",
-    "--num-gpu-blocks-override": str(POOL_BLOCKS),
-    "--served-model-name": "tiny",
-    "--data-parallel-size": "2",
-}
+# A request with events fits the small pool.
+FLAGS = flags(
+    *("ams-tova", 96, 48),
+    additional_config='{"kv_policy": {"prefill_interval": 128}}',
+    num_gpu_blocks_override=POOL_BLOCKS,
+    data_parallel_size=2,
+)
 END_SECONDS = 120
 FINISHED = "vllm:request_success_total"
 TOKENS = "vllm:generation_tokens_total"
-
-
-def arguments(*more: str) -> list[str]:
-    """Return arguments of `vllm serve`; a request with events fits the small pool."""
-    words = [word for flag in FLAGS.items() for word in flag]
-    return [*words, "--enforce-eager", *more]
 
 
 @pytest.fixture(scope="module")
@@ -58,15 +45,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tiny_model: Path, folder: Path) -> Iterator[str]:
     """URL of a server with two engines and, by vLLM's default, two API processes."""
     trace = json.dumps({"trace": str(folder / "trace")})
-    options = arguments("--kv-policy-config", trace, "--kv-live")
+    options = [*FLAGS, "--kv-policy-config", trace, "--kv-live"]
     with serving(tiny_model, options, folder) as url:
         yield url
-
-
-def complete(url: str, **fields) -> httpx.Response:
-    """Send a request over a connection of its own; any API process may take it."""
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 8, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body | fields, timeout=300)
 
 
 def complete_many(url: str, count: int) -> int:
@@ -78,16 +59,6 @@ def complete_many(url: str, count: int) -> int:
             lambda size: complete(url, prompt="x" * size[0], max_tokens=size[1]), sizes
         )
         return sum(got.json()["usage"]["completion_tokens"] for got in answers)
-
-
-def by_engine(url: str, name: str) -> Counter[str]:
-    """Return a series' values by the label `engine`."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    found: Counter[str] = Counter()
-    for labels, value in re.findall(rf"^{name}\{{(.*)\}} (\S+)$", text, re.MULTILINE):
-        (engine,) = re.findall(r'engine="(\d+)"', labels)
-        found[engine] += float(value)
-    return found
 
 
 def wait_until_counted(url: str, requests: int) -> None:
@@ -193,8 +164,8 @@ def test_two_processes_over_loopback(tiny_model, tmp_path, monkeypatch) -> None:
     for place in (head, other):
         place.mkdir()
     with (
-        started(tiny_model, arguments(*ranks, *headless), other),
-        serving(tiny_model, arguments(*ranks, "--api-server-count", "1"), head) as url,
+        started(tiny_model, [*FLAGS, *ranks, *headless], other),
+        serving(tiny_model, [*FLAGS, *ranks, "--api-server-count", "1"], head) as url,
     ):
         tokens = complete_many(url, 30)
         wait_until_counted(url, 30)

@@ -23,6 +23,7 @@ from support.servers.shared_server import (
     KEY,
     SETTINGS,
 )
+from support.servers.small_server import by_engine, num_events
 from vllm_kvpolicy import __main__ as command
 
 WINDOW = 32  # of AMS
@@ -64,10 +65,9 @@ def post(url, path, body):
 
 
 def metric(url, name):
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    found = re.findall(rf"^{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+    found = by_engine(url, name)
     assert found, f"{name} is not on /metrics"
-    return sum(map(float, found))
+    return found.total()
 
 
 def wait_for_metric(url, name, value):
@@ -78,7 +78,7 @@ def wait_for_metric(url, name, value):
 
 
 def test_one_long_answer_makes_events_and_returns_blocks(server):
-    before = metric(server, "kvpolicy_events_total")
+    before = num_events(server)
     returned = metric(server, "kvpolicy_blocks_returned_total")
     body = {
         "model": "tiny",
@@ -92,11 +92,11 @@ def test_one_long_answer_makes_events_and_returns_blocks(server):
     # From budget + interval on, every interval; the last token is not computed. The
     # request's phase moves them all by less than an interval.
     least = (held - 1 - BUDGET - INTERVAL - 1) // INTERVAL + 1
-    events = metric(server, "kvpolicy_events_total") - before
+    events = num_events(server) - before
     assert events in (least, least + 1)
     # Any API server may answer, and each must know the same.
     for _ in range(6):
-        assert metric(server, "kvpolicy_events_total") - before == events
+        assert num_events(server) - before == events
     assert metric(server, "kvpolicy_blocks_returned_total") - returned >= events
     wait_for_metric(server, "vllm:kv_cache_usage_perc", 0)
 
@@ -112,13 +112,11 @@ def test_dashboard_and_alerts_read_series_that_are_there(server):
     ("knobs", "words"),
     [
         ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
-        ({"kv_budget": BUDGET + 1}, [f"at most the server's {BUDGET}"]),
         ({"kv_budget": 60}, ["kv_budget: got 60", "at least 68"]),
         ({"kv_policy": "tova"}, ["'none'", "'ams-expected'", "'chunk-keydiff'"]),
         ({"kv_policy": ["streaming"]}, ["kv_policy: got ['streaming']"]),
         ({"kv_bugdet": 64}, ["'kv_bugdet'", "kv_budget"]),
         ({"kv_\ud800": 64}, ["'kv_\\ud800'", "kv_budget"]),
-        ({"kv_policy": "\ud800"}, ["kv_policy: got '\\ud800'", "'none'"]),
         ({"kv_sinks": "\ud800"}, ["kv_sinks: got '\\ud800'", "integer"]),
         ({"kv_policy_engine": "../x"}, ["'kv_policy_engine'", "kv_budget"]),
     ],
@@ -165,10 +163,10 @@ def test_beam_search_takes_no_knobs(server, path):
     ],
 )
 def test_good_knobs_are_served(server, knobs):
-    before = metric(server, "kvpolicy_events_total")
+    before = num_events(server)
     answer = complete(server, vllm_xargs=knobs, max_tokens=200, ignore_eos=True)
     assert answer.json()["usage"]["completion_tokens"] == 200
-    has_events = metric(server, "kvpolicy_events_total") > before
+    has_events = num_events(server) > before
     assert has_events == (knobs.get("kv_policy") != "none")
 
 
@@ -237,10 +235,10 @@ def test_disconnects_leave_the_engine_alive_and_the_pool_full(server):
             jobs = [stream_and_hang_up(client, server, i, limit) for i in range(80)]
             return await asyncio.gather(*jobs)
 
-    before = metric(server, "kvpolicy_events_total")
+    before = num_events(server)
     ended = asyncio.run(run())
     assert 8 < sum(ended) < 72, "both ends of a stream are wanted"
     wait_for_metric(server, "vllm:num_requests_running", 0)
     wait_for_metric(server, "vllm:kv_cache_usage_perc", 0)
-    assert metric(server, "kvpolicy_events_total") > before
+    assert num_events(server) > before
     assert complete(server).status_code == 200

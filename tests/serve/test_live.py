@@ -14,27 +14,15 @@ import pytest
 from support.browser import chromium, wait_for
 from support.servers.servers import command_of, free_port, serving
 from support.servers.shared_server import BLOCK, BUDGET, HEADERS, INTERVAL, KEY
+from support.servers.small_server import flags
 from support.stalled import open_stalled_stream
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.serve
 POLICIES = ("ams-tova", "streaming", "none")
-ARGUMENTS = [
-    *("--kv-policy", "ams-tova", "--kv-budget", str(BUDGET)),
-    *(
-        "--kv-events",
-        "always",
-        "--kv-interval",
-        str(INTERVAL),
-        "--kv-live",
-        "--api-key",
-        KEY,
-    ),
-    *("--kv-policy-config", '{"allow": ["streaming"]}'),
-    *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8"),
-    *("--kv-cache-memory-bytes", "8388608", "--served-model-name", "tiny"),
-    "--enforce-eager",
-]
+OPTIONS = '{"allow": ["streaming"]}'
+ARGUMENTS = flags("ams-tova", BUDGET, INTERVAL, api_key=KEY, kv_policy_config=OPTIONS)
+ARGUMENTS += ["--kv-live", "--max-model-len", "2048"]
 END_SECONDS = 90  # that a server may take to end, on a busy machine
 PROMPT = "a word that stays in the server"
 

@@ -17,31 +17,25 @@ from PIL import Image
 from reasoner.problems import generate
 from support.browser import chromium, faint_texts, wait_for
 from support.servers.servers import serving
+from support.servers.small_server import flags
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET, NUM_REQUESTS, LINES, WIDTH = 256, 9, 70, 1280
 POLICIES = ("ams-expected", "snapkv", "none")
-FLAGS = {
-    "--kv-policy": POLICIES[0],
-    "--kv-budget": str(BUDGET),
-    "--kv-interval": "128",
-    "--kv-events": "always",
-    "--kv-policy-config": '{"allow": ["snapkv"], "live_text": true}',
-    "--dtype": "float32",
-    "--max-model-len": "2048",
-    "--kv-cache-memory-bytes": "18874368",
-    "--served-model-name": "reasoner",
-}
+FLAGS = flags(
+    *(POLICIES[0], BUDGET, 128),
+    kv_policy_config='{"allow": ["snapkv"], "live_text": true}',
+    **{"max_model_len": 2048, "max_num_seqs": None},
+    **{"kv_cache_memory_bytes": 18874368, "served_model_name": "reasoner"},
+)
 MOST_BYTES = 70_000  # of a picture
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """URL of a server of the packaged model."""
-    words = [word for flag in FLAGS.items() for word in flag]
-    options = [*words, "--kv-live", "--enforce-eager"]
-    folder = tmp_path_factory.mktemp("pictures")
+    folder, options = tmp_path_factory.mktemp("pictures"), [*FLAGS, "--kv-live"]
     with serving(ROOT / "reasoner" / "checkpoint", options, folder) as url:
         yield url
 

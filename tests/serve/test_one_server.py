@@ -9,12 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import openai
 import pytest
 
 from support.calibration_files import options_for
 from support.servers.servers import serving
+from support.servers.small_server import complete, flags, num_events
 from support.sweeps import evictions
 from vllm_kvpolicy.policies.names import (
     ADMISSIONS,
@@ -24,16 +24,6 @@ from vllm_kvpolicy.policies.names import (
     parse,
 )
 
-FLAGS = {
-    "--kv-budget": "128",
-    "--kv-interval": "64",
-    "--kv-events": "always",
-    "--dtype": "float32",
-    "--max-model-len": "1024",
-    "--max-num-seqs": "8",
-    "--kv-cache-memory-bytes": "8388608",
-    "--served-model-name": "tiny",
-}
 # Options that fit the short interval.
 OPTIONS = {"expected_window": 48, "snapmax_window": 48}
 ONE_PER_ALLOCATOR = ("keydiff", "ams-expected", "adakv-snapkv", "pyramid-h2o")
@@ -75,9 +65,7 @@ def arguments(
         read = parse(name).options
         options |= {key: value for key, value in OPTIONS.items() if key in read}
         options |= options_for(name, folder, *sizes, config["head_dim"])
-    words = [word for flag in FLAGS.items() for word in flag]
-    words += ["--kv-policy", first, "--enforce-eager"]
-    return [*words, "--kv-policy-config", json.dumps(options)]
+    return flags(first, 128, 64, kv_policy_config=json.dumps(options))
 
 
 def is_ragged(name: str) -> bool:
@@ -121,13 +109,6 @@ def served(
         return Served(asked, answers, {name: events_of(name) for name in order})
 
 
-def num_events(url: str) -> float:
-    """Return how many events a server has had."""
-    text = httpx.get(f"{url}/metrics", timeout=30).text
-    lines = [line for line in text.splitlines() if "kvpolicy_events_total{" in line]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
-
-
 @pytest.mark.slow
 def test_every_name_answers(served: Served) -> None:
     assert set(served.asked) >= {n for n in ONE_PER_ALLOCATOR if not is_ragged(n)}
@@ -156,11 +137,9 @@ def test_policies_change_what_is_said(served: Served) -> None:
 @pytest.mark.parametrize("name", evictions())
 def test_it_is_served(name: str, tiny_model: Path, tmp_path: Path) -> None:
     """`vllm serve --kv-policy NAME`."""
-    body = {"model": "tiny", "prompt": "x" * 90, "max_tokens": OUTPUT_TOKENS}
-    body |= {"temperature": 0, "ignore_eos": True}
     words = arguments(name, [name], tiny_model, tmp_path)
     with serving(tiny_model, words, tmp_path) as url:
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+        answer = complete(url, prompt="x" * 90, max_tokens=OUTPUT_TOKENS)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == OUTPUT_TOKENS
         assert num_events(url) >= 1

@@ -8,38 +8,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 
 from support.servers.servers import free_port, serving, started
+from support.servers.small_server import complete, flags, num_events
 from vllm_kvpolicy.observe.trace_files import read_trace
 
 pytestmark = [pytest.mark.serve, pytest.mark.slow]
-FLAGS = {
-    "--kv-policy": "ams-tova",
-    "--kv-budget": "128",
-    "--kv-interval": "64",
-    "--kv-events": "always",
-    "--dtype": "float32",
-    "--max-model-len": "1024",
-    "--max-num-seqs": "4",
-    "--kv-cache-memory-bytes": "8388608",
-    "--served-model-name": "tiny",
-    "--tensor-parallel-size": "2",
-}
-OWN = ("--kv-policy", "--kv-budget", "--kv-interval", "--kv-events")
-STOCK = [word for flag in FLAGS.items() if flag[0] not in OWN for word in flag]
-STOCK.append("--enforce-eager")
+OWN = ("kv_policy", "kv_budget", "kv_interval", "kv_events", "kv_policy_config")
+STOCK: dict[str, int | None] = dict.fromkeys(OWN)
 END_SECONDS = 300
-BODY = {"model": "tiny", "prompt": "x" * 90, "max_tokens": 300}
-BODY |= {"temperature": 0, "ignore_eos": True}
 
 
-def words(trace: Path, **changes: str) -> list[str]:
-    """Return arguments of `vllm serve`; `changes` are flags with _ in place of -."""
-    flags = FLAGS | {f"--{name.replace('_', '-')}": v for name, v in changes.items()}
-    flags["--kv-policy-config"] = json.dumps({"trace": str(trace)})
-    return [word for flag in flags.items() for word in flag] + ["--enforce-eager"]
+def words(trace: Path, **changes: int | None) -> list[str]:
+    """Return arguments of `vllm serve`; `changes` are flags, as of `flags`."""
+    told = json.dumps({"trace": str(trace)})
+    values = {"kv_policy_config": told, "tensor_parallel_size": 2, **changes}
+    return flags("ams-tova", 128, 64, **values)
 
 
 @contextmanager
@@ -61,17 +46,14 @@ def test_two_nodes_serve_what_one_serves(tiny_model: Path, tmp_path: Path) -> No
         second_node(tiny_model, tmp_path / "other", *words(trace)) as meeting,
         serving(tiny_model, words(trace) + meeting, tmp_path / "head") as url,
     ):
-        answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=300)
-        texts.append(answer.json()["choices"][0]["text"])
-        metrics = httpx.get(f"{url}/metrics", timeout=30).text
-    options = words(tmp_path / "one", tensor_parallel_size="1")
+        texts.append(complete(url, prompt="x" * 90).json()["choices"][0]["text"])
+        events = num_events(url)
+    options = words(tmp_path / "one", tensor_parallel_size=1)
     with serving(tiny_model, options, tmp_path / "alone") as url:
-        answer = httpx.post(f"{url}/v1/completions", json=BODY, timeout=300)
-        texts.append(answer.json()["choices"][0]["text"])
+        texts.append(complete(url, prompt="x" * 90).json()["choices"][0]["text"])
     assert texts[0] == texts[1]
     both, alone = list(read_trace(trace)), list(read_trace(tmp_path / "one"))
-    (line,) = [row for row in metrics.splitlines() if "kvpolicy_events_total{" in row]
-    assert len(both) == len(alone) == float(line.rpartition(" ")[2]) > 2
+    assert len(both) == len(alone) == events > 2
     for one, other in zip(both, alone, strict=True):
         assert (one.ranks, other.ranks) == (2, 1)
         assert one.survivors.tolist() == other.survivors.tolist()
@@ -79,14 +61,14 @@ def test_two_nodes_serve_what_one_serves(tiny_model: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"kv_interval": "96"}, "ranks [1] have other policies"), (None, "no policy")],
+    [({"kv_interval": 96}, "ranks [1] have other policies"), (STOCK, "no policy")],
 )
 def test_nodes_with_other_policies_are_refused(
-    tiny_model: Path, tmp_path: Path, changes: dict[str, str] | None, said: str
+    tiny_model: Path, tmp_path: Path, changes: dict[str, int | None], said: str
 ) -> None:
     head, trace = tmp_path / "head", tmp_path / "trace"
     head.mkdir()
-    arguments = STOCK if changes is None else words(trace, **changes)
+    arguments = words(trace, **changes)
     with (
         second_node(tiny_model, tmp_path / "other", *arguments) as meeting,
         started(tiny_model, words(trace) + meeting, head) as process,

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
@@ -27,48 +28,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         description="Drop the least important part of requests' KV cache and return "
         "the memory to the scheduler. All numbers are tokens per KV head.",
     )
-    group.add_argument(
+    add = partial(group.add_argument, default=argparse.SUPPRESS)
+    add(
         "--kv-policy",
         metavar="NAME",
         type=_policy_name,
-        default=argparse.SUPPRESS,
         help=f"Policy to use: {grammar(in_full=False)}. Off by default.",
     )
     for key in FLAG_KEYS:
         default = getattr(KVPolicyConfig, key.field)
-        group.add_argument(
+        add(
             f"--kv-{key.key}",
             metavar="TOKENS",
             type=_integer(key),
-            default=argparse.SUPPRESS,
             help=f"{key.summary[0].upper()}{key.summary[1:]} "
             f"(default: {key.absent if default is None else default}).",
         )
-    group.add_argument(
+    add(
         "--kv-events",
         choices=(ALWAYS, PRESSURE),
-        default=argparse.SUPPRESS,
         help=f"{PRESSURE}: nobody is cut while there is room; when the pool runs short "
         "the longest are cut, as deep as it needs, and the budget is the floor. "
         f"{ALWAYS}: every request is cut to its budget at positions that follow from "
         f"the request alone (default: {PRESSURE}; {ALWAYS} with a preset, or without "
         "a scorer).",
     )
-    group.add_argument(
+    add(
         "--kv-policy-config",
         metavar="JSON",
         type=_json_object,
-        default=argparse.SUPPRESS,
         help='Options of the policy, such as \'{"preset": "paper"}\'; they override a '
         'preset. {"allow": [NAME, ...]} lists more policies that requests may '
         'choose; {"trace": FOLDER} records what each event keeps; {"spread_events": '
         'false} leaves events of equal requests in the same steps; {"report_events": '
         "true} has answers say what their events dropped.",
     )
-    group.add_argument(
+    add(
         "--kv-live",
         action="store_true",
-        default=argparse.SUPPRESS,
         help="Serve a page, /kv_policy/live, and routes that show which requests run "
         "and what their heads keep. No text of prompts or answers leaves the server, "
         'unless {"live_text": true} in --kv-policy-config says so.',
@@ -76,11 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def given_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain form of what was given.
-
-    Args:
-        arguments: attributes of a parsed command line, or keyword arguments.
-    """
+    """Return the plain form of a parsed command line, or of keyword arguments."""
     return {
         key: arguments[name]
         for name, key in ARGUMENTS.items()
@@ -89,11 +82,7 @@ def given_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merge(additional_config: Any, given: Mapping[str, Any]) -> Any:
-    """Put given values into vLLM's `additional_config`.
-
-    Args:
-        additional_config: what vLLM has so far; not changed.
-        given: plain form; each value wins over one that is there already.
+    """Put given values in plain form, which win, into vLLM's `additional_config`.
 
     Returns:
         `additional_config` itself where nothing is given, else a new dict.

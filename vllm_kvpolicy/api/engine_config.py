@@ -8,7 +8,7 @@ What the words of a policy check before an engine starts is in `Word.check_start
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,6 @@ NAME = re.compile("[0-9a-f]{32}")
 def errors(is_command: bool) -> Iterator[None]:
     """Answer a wrong command line as argparse does; Python code gets the ValueError.
 
-    Args:
-        is_command: the arguments come from a command line.
-
     Raises:
         SystemExit: with status 2, in place of a ValueError.
     """
@@ -62,10 +59,8 @@ def errors(is_command: bool) -> Iterator[None]:
 def read_command_line(engine_args: Any, args: Any) -> None:
     """Put what a command line says about the policy into the engine's arguments.
 
-    Args:
-        engine_args: EngineArgs; changed.
-        args: the parsed command line; changed in the same way, because API servers are
-            started with it and each makes its own VllmConfig.
+    Both are changed in the same way: API servers are started with `args`, and each
+    makes its own VllmConfig.
     """
     with errors(is_command=True):
         given = cli.given_values(vars(args))
@@ -77,27 +72,10 @@ def read_command_line(engine_args: Any, args: Any) -> None:
         args.additional_config = merged
 
 
-def serves_http(context: Any) -> bool:
-    """Tell from the usage context of create_engine_config whether a server asks."""
-    from vllm.usage.usage_lib import UsageContext
-
-    return context is UsageContext.OPENAI_API_SERVER
-
-
-def runs_batch(context: Any) -> bool:
-    """Tell from the usage context whether `vllm run-batch` asks."""
-    from vllm.usage.usage_lib import UsageContext
-
-    return context is UsageContext.OPENAI_BATCH_RUNNER
-
-
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
     """Return the policy that arguments ask for, None for none.
 
-    What the user left open and the policy depends on is chosen here.
-
-    Args:
-        engine_args: EngineArgs; changed.
+    What the user left open and the policy depends on is chosen here, in `engine_args`.
 
     Raises:
         ValueError: the policy is not valid, or cannot run on this machine.
@@ -120,8 +98,8 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
     """Refuse what is not supported, name our classes and check the policy's files.
 
     Args:
-        engine_args: EngineArgs that `prepare` has seen.
-        vllm_config: the VllmConfig that vLLM has made of them; changed.
+        engine_args: EngineArgs that `prepare` has seen, and of which vLLM has made
+            `vllm_config`; that is changed.
         config: what `prepare` returned.
 
     Raises:
@@ -144,25 +122,16 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
 
 
 def finish_stock(vllm_config: Any, is_command: bool) -> None:
-    """Do what an engine without a policy needs.
-
-    Args:
-        vllm_config: VllmConfig; changed where requests are counted.
-        is_command: it is for a server.
-    """
+    """Refuse what needs a policy; have requests counted where that was asked for."""
     with errors(is_command):
         refuse_plain(vllm_config.model_config)
     if is_counted(vllm_config):
-        _choose_counting(vllm_config.scheduler_config)
+        _name_scheduler(vllm_config.scheduler_config, compat.COUNTING_CLASSES)
         remove_stale_files_at_exit()
 
 
 def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
     """Check what each word of the policies reads, and the folder of a trace.
-
-    Args:
-        config: the server's policy.
-        vllm_config: the finished VllmConfig, for the model's shape.
 
     Raises:
         ValueError: naming key, path, what was found and what is expected.
@@ -189,7 +158,6 @@ def refuse_plain(model_config: Any, served: Iterable[str] = ()) -> None:
     """Refuse a model that must not be served without an admission.
 
     Args:
-        model_config: vLLM's ModelConfig.
         served: admissions of the server's policies; none for a plain server.
 
     Raises:
@@ -204,13 +172,8 @@ def missing_architecture(engine_args: Any) -> str | None:
     """Return the architecture of a model whose config.json leaves it out.
 
     vLLM would take one for the model without its output layer, which cannot generate.
-
-    Args:
-        engine_args: EngineArgs; its model is a folder or a name on the hub.
-
-    Returns:
-        None where no admission knows the model, or there is no config.json,
-        as beside a model that is a single file.
+    None where no admission knows the model, or there is no config.json, as beside a
+    model that is a single file.
 
     Raises:
         ValueError: a word knows the model but does not support its type.
@@ -220,9 +183,7 @@ def missing_architecture(engine_args: Any) -> str | None:
         return None
     try:  # as the first step of vLLM's own HFConfigParser
         config, _ = PreTrainedConfig.get_config_dict(
-            place,
-            revision=engine_args.revision,
-            token=engine_args.hf_token,
+            place, revision=engine_args.revision, token=engine_args.hf_token
         )
     except (OSError, ValueError):
         return None  # vLLM says what is wrong with it
@@ -255,10 +216,9 @@ def _is_command(engine_args: Any) -> bool:
     return ENGINE_KEY in engine_args.additional_config
 
 
-def _choose_counting(scheduler: Any) -> None:
-    """Name the counting class that schedules as vLLM would without it."""
-    is_async = bool(scheduler.async_scheduling)
-    scheduler.scheduler_cls = compat.COUNTING_CLASSES[is_async]
+def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:
+    """Name the class that schedules as vLLM would without it."""
+    scheduler.scheduler_cls = classes[bool(scheduler.async_scheduling)]
 
 
 def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
@@ -334,11 +294,10 @@ def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
 
 def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
     """Put our worker and scheduler, the policy and the engine's name into a config."""
-    parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
+    parallel = vllm_config.parallel_config
     own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
     parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
-    is_async = bool(scheduler.async_scheduling)
-    scheduler.scheduler_cls = compat.SCHEDULER_CLASSES[is_async]
+    _name_scheduler(vllm_config.scheduler_config, compat.SCHEDULER_CLASSES)
     additional = dict(vllm_config.additional_config)
     # Not left in the config: vLLM's compile cache is keyed by what stands there.
     unique = additional.pop(ENGINE_KEY, None) or uuid4().hex

@@ -14,20 +14,16 @@ def server_name(unique: str, config: KVPolicyConfig) -> str:
 
     Args:
         unique: shared by the processes of that command line.
-        config: their policy, of which the name carries a digest: all but the trace.
+        config: of which the name carries a digest: all but the trace.
     """
     return f"{unique}-{fingerprint(config)[:16]}"
 
 
 def note_ready(vllm_config: Any, message: bytes) -> None:
-    """Take the message of an engine that is ready to serve an API process.
+    """Take the EngineCoreReadyResponse of an engine, empty where the engine has none.
 
-    Engines of other command lines, as on other hosts, send it too.
-
-    Args:
-        vllm_config: of the API process; it keeps the size of the smallest pool, because
-            vLLM keeps the sum over all engines.
-        message: an EngineCoreReadyResponse; empty where the engine has none.
+    Engines of other command lines, as on other hosts, send it too. The VllmConfig of
+    the API process keeps the size of the smallest pool; vLLM keeps the sum of all.
 
     Raises:
         ValueError: the engine runs another policy than this process expects.
@@ -47,8 +43,7 @@ def note_ready(vllm_config: Any, message: bytes) -> None:
 def smallest_pool(vllm_config: Any) -> int | None:
     """Return the superblocks of the engine that has the fewest, None if not known yet.
 
-    Args:
-        vllm_config: of an API process, or of a process that has its engine in it.
+    In the engine's own process they are those of its cache.
     """
     return getattr(
         vllm_config, "kv_policy_pool", vllm_config.cache_config.num_gpu_blocks

@@ -28,7 +28,6 @@ class Refusal:
         feature: as a reader of vLLM's documentation knows it; an attribute in braces
             stands for the words of policies that have it.
         applies: tells from a finished VllmConfig whether the feature is on.
-        change: what to do about it, an imperative.
         by_machine: depends on the installation alone; `applies` ignores its argument.
     """
 
@@ -57,9 +56,14 @@ class _Lists(dict[str, str]):
         )
 
 
-def both(first: Question, second: Question) -> Question:
-    """Return the question whether both hold; the second is asked if the first does."""
-    return lambda config: bool(first(config) and second(config))
+def all_of(*questions: Question) -> Question:
+    """Return the question whether all hold; each is asked if those before it do."""
+    return lambda config: all(question(config) for question in questions)
+
+
+def any_of(*questions: Question) -> Question:
+    """Return the question whether one of them holds."""
+    return lambda config: any(question(config) for question in questions)
 
 
 def of_policies(question: Callable[[KVPolicyConfig], object]) -> Question:
@@ -87,14 +91,19 @@ def off(field: str) -> Question:
     return lambda config: not attrgetter(field)(config)
 
 
-def several(field: str) -> Question:
-    """Return the question whether a field is a number above 1."""
-    return lambda config: attrgetter(field)(config) > 1
+def several(name: str) -> Question:
+    """Return the question whether a size of the parallel configuration is above 1."""
+    return lambda config: getattr(config.parallel_config, f"{name}_size") > 1
 
 
 def given(field: str) -> Question:
     """Return the question whether a field is anything but None."""
     return lambda config: attrgetter(field)(config) is not None
+
+
+def text_has(field: str) -> Question:
+    """Return the question whether the model's own configuration sets a field."""
+    return lambda config: _text(config, field)
 
 
 def is_float8(config: Any) -> bool:
@@ -107,6 +116,7 @@ def is_on_gpu(config: Any) -> bool:
 
 
 is_fitted, reads_rotations = has_word_with("fitted"), has_word_with("rotates")
+has_sinks = compat.has_learned_sinks
 # Heads may keep different numbers of tokens.
 is_ragged = of_policies(attrgetter("is_ragged"))
 speculates = given("speculative_config")
@@ -155,27 +165,14 @@ def _converts_cache(config: Any) -> bool:
     return config.cache_config.cache_dtype not in ("auto", own, *compat.FLOAT8_CACHES)
 
 
-def _offloads_cache(config: Any) -> bool:
-    return bool(config.kv_transfer_config or config.cache_config.kv_offloading_size)
-
-
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Model types whose code in Transformers decides by itself which layers rotate; vLLM's
 # own code of these models says it in attributes, see worker.layers.
-DECIDING = {
-    "cohere2",
-    "cohere_compass",
-    "exaone4",
-    "exaone4_5",
-    "exaone_moe",
-    "granite_swa",
-    "granitemoe_swa",
-    "muse_glimmer",
-}
+DECIDING = {"cohere2", "cohere_compass", "exaone4", "exaone4_5", "exaone_moe"}
+DECIDING |= {"granite_swa", "granitemoe_swa", "muse_glimmer"}
 
 
 def _mixes_windows(config: Any) -> bool:
-    """Return whether the model mixes full attention with sliding windows."""
     return {FULL, SLIDING} <= set(layer_kinds(config))
 
 
@@ -275,6 +272,27 @@ def _code_decides(config: Any) -> bool:
     return bool(differs) and config.model_config.using_transformers_backend()
 
 
+def one_only(feature: str, name: str, beside: Question | None = None) -> Refusal:
+    """Return the row of a parallelism, alone or beside something else."""
+    found = several(name) if beside is None else all_of(beside, several(name))
+    return Refusal(feature, found, f"set --{name.replace('_', '-')}-size 1")
+
+
+def left_out(feature: str, field: str) -> Refusal:
+    """Return the row of a field that a flag of the same name sets."""
+    flag = field.partition(".")[2].replace("_", "-")
+    return Refusal(feature, on(field), f"leave out --{flag}")
+
+
+def unset(feature: str, name: str, why: str = "") -> Refusal:
+    """Return the row of one of vLLM's own switches in the environment."""
+
+    def is_set(config: Any) -> bool:
+        return compat.environment_flag(name)
+
+    return Refusal(feature, is_set, f"unset {name}{why}", by_machine=True)
+
+
 REFUSALS = (
     Refusal(
         "other vLLM versions",
@@ -307,12 +325,12 @@ REFUSALS = (
     ),
     Refusal(
         "FlashInfer with per-head lengths ({ragged})",
-        both(lambda config: "FLASHINFER" in _backends(config), is_ragged),
+        all_of(lambda config: "FLASHINFER" in _backends(config), is_ragged),
         "leave out --attention-backend",
     ),
     Refusal(
         f"{_SELECTING} on more ranks than KV heads",
-        both(
+        all_of(
             of_policies(
                 lambda server: any(each.info.selection for each in server.all_resolved)
             ),
@@ -321,16 +339,10 @@ REFUSALS = (
         "set --tensor-parallel-size to the model's KV heads or less: a page's score is "
         "over all query heads of a KV head",
     ),
-    Refusal(
-        "pipeline parallelism",
-        several("parallel_config.pipeline_parallel_size"),
-        "set --pipeline-parallel-size 1",
-    ),
+    one_only("pipeline parallelism", "pipeline_parallel"),
     Refusal(
         "data parallelism of mixture-of-experts models",
-        lambda config: (
-            config.parallel_config.data_parallel_size > 1 and config.model_config.is_moe
-        ),
+        all_of(several("data_parallel"), on("model_config.is_moe")),
         "set --data-parallel-size 1 and start one server per replica",
     ),
     Refusal(
@@ -338,16 +350,8 @@ REFUSALS = (
         lambda config: config.parallel_config.data_parallel_backend == "ray",
         "leave out --data-parallel-backend",
     ),
-    Refusal(
-        "decode context parallelism",
-        several("parallel_config.decode_context_parallel_size"),
-        "set --decode-context-parallel-size 1",
-    ),
-    Refusal(
-        "prefill context parallelism",
-        several("parallel_config.prefill_context_parallel_size"),
-        "set --prefill-context-parallel-size 1",
-    ),
+    one_only("decode context parallelism", "decode_context_parallel"),
+    one_only("prefill context parallelism", "prefill_context_parallel"),
     Refusal(
         "executors other than uni and mp",
         lambda config: (
@@ -356,47 +360,33 @@ REFUSALS = (
         ),
         "leave out --distributed-executor-backend",
     ),
-    Refusal(
-        "dual batch overlap", on("parallel_config.enable_dbo"), "leave out --enable-dbo"
-    ),
-    Refusal(
-        "microbatches",
-        several("parallel_config.ubatch_size"),
-        "leave out --ubatch-size",
-    ),
-    Refusal(
-        "elastic expert parallelism",
-        on("parallel_config.enable_elastic_ep"),
-        "leave out --enable-elastic-ep",
-    ),
-    Refusal(
-        "fault tolerance",
-        on("parallel_config.enable_fault_tolerance"),
-        "leave out --enable-fault-tolerance",
-    ),
+    left_out("dual batch overlap", "parallel_config.enable_dbo"),
+    Refusal("microbatches", several("ubatch"), "leave out --ubatch-size"),
+    left_out("elastic expert parallelism", "parallel_config.enable_elastic_ep"),
+    left_out("fault tolerance", "parallel_config.enable_fault_tolerance"),
     Refusal(
         "speculative decoding by other methods than n-grams and suffix trees (MTP, "
         "EAGLE, draft models and others)",
-        both(
+        all_of(
             speculates, lambda config: config.speculative_config.method not in DRAFTERS
         ),
         'set "method": "ngram" or "suffix" in --speculative-config, or leave it out',
     ),
     Refusal(
         "speculative decoding on GPUs",
-        both(speculates, is_on_gpu),
+        all_of(speculates, is_on_gpu),
         "leave out --speculative-config: on GPUs policies with drafts have passed one "
         "check only, in float32",
     ),
     Refusal(
         "speculative decoding with what measures each token ({measures_tokens})",
-        both(speculates, has_word_with("measures_tokens")),
+        all_of(speculates, has_word_with("measures_tokens")),
         "leave out --speculative-config: a token is compared with the one before it, "
         "which may be a draft that is rejected",
     ),
     Refusal(
         "LoRA adapters with a policy for the model's own weights ({fitted})",
-        both(has_adapters, is_fitted),
+        all_of(has_adapters, is_fitted),
         "leave out --enable-lora, or merge the adapter into the model and make the "
         "policy's file for that",
     ),
@@ -411,42 +401,41 @@ REFUSALS = (
     ),
     Refusal(
         "sliding-window layers without the hybrid KV cache manager",
-        both(
-            _mixes_windows,
-            on("scheduler_config.disable_hybrid_kv_cache_manager"),
-        ),
+        all_of(_mixes_windows, on("scheduler_config.disable_hybrid_kv_cache_manager")),
         "leave out --disable-hybrid-kv-cache-manager",
     ),
     Refusal(
         "full attention in several KV cache groups",
-        both(_mixes_windows, lambda config: sliding_groups(config).num_full_groups > 1),
+        all_of(
+            _mixes_windows, lambda config: sliding_groups(config).num_full_groups > 1
+        ),
         "serve a model with fewer layers of full attention than with sliding windows, "
         "or with less than half as many more",
     ),
     Refusal(
         "per-head lengths with sliding-window layers",
-        both(_mixes_windows, is_ragged),
+        all_of(_mixes_windows, is_ragged),
         "choose a policy whose heads keep equal numbers of tokens, without "
         + _SELECTING,
     ),
     Refusal(
         "sliding-window layers with a policy for the model's own weights ({fitted})",
-        both(_mixes_windows, is_fitted),
+        all_of(_mixes_windows, is_fitted),
         "choose another policy: no file was made or tested for such a model",
     ),
     Refusal(
         "FP8 KV caches with sliding-window layers",
-        both(_mixes_windows, is_float8),
+        all_of(_mixes_windows, is_float8),
         "leave out --kv-cache-dtype",
     ),
     Refusal(
         "speculative decoding with sliding-window layers",
-        both(_mixes_windows, speculates),
+        all_of(_mixes_windows, speculates),
         "leave out --speculative-config",
     ),
     Refusal(
         "sliding-window layers on GPUs",
-        both(_mixes_windows, is_on_gpu),
+        all_of(_mixes_windows, is_on_gpu),
         "serve a model whose layers all attend to the whole context: on GPUs policies "
         "beside windows have passed one check only, in float32",
     ),
@@ -477,7 +466,7 @@ REFUSALS = (
     ),
     Refusal(
         "attention logit soft caps, which scorers do not model",
-        lambda config: _text(config, "attn_logit_softcapping"),
+        text_has("attn_logit_softcapping"),
         "serve a model without attn_logit_softcapping",
     ),
     Refusal(
@@ -512,9 +501,8 @@ REFUSALS = (
     ),
     Refusal(
         "KV sharing between layers",
-        lambda config: (
-            _text(config, "num_kv_shared_layers")
-            or config.cache_config.kv_sharing_fast_prefill
+        any_of(
+            text_has("num_kv_shared_layers"), on("cache_config.kv_sharing_fast_prefill")
         ),
         "serve a model in which every layer has its own keys and values, without "
         "--kv-sharing-fast-prefill",
@@ -522,12 +510,12 @@ REFUSALS = (
     # How it rotates.
     Refusal(
         "dual chunk attention",
-        lambda config: _text(config, "dual_chunk_attention_config"),
+        text_has("dual_chunk_attention_config"),
         "serve a model without `dual_chunk_attention_config`",
     ),
     Refusal(
         "Fourier position embeddings (FoPE) with {rotates}",
-        both(
+        all_of(
             reads_rotations,
             lambda config: any(each.get("use_fope") for each in _parameters(config)),
         ),
@@ -535,62 +523,52 @@ REFUSALS = (
     ),
     Refusal(
         "heads with a rotated part of their own (`qk_rope_head_dim`) with {rotates}",
-        both(
-            reads_rotations,
-            lambda config: (
-                _text(config, "qk_rope_head_dim") and not config.model_config.use_mla
-            ),
+        all_of(
+            reads_rotations, text_has("qk_rope_head_dim"), off("model_config.use_mla")
         ),
         "choose another policy",
     ),
     Refusal(
         "the Transformers backend where rotations depend on the length of a text, or "
         "its code leaves them out in some layers, with {rotates}",
-        both(reads_rotations, _code_decides),
+        all_of(reads_rotations, _code_decides),
         "leave out --model-impl, or choose another policy",
     ),
     # Learned sinks.
     Refusal(
         "learned sinks (gpt-oss) with attention of a policy's own ({weighs_itself})",
-        both(compat.has_learned_sinks, has_word_with("weighs_itself")),
+        all_of(has_sinks, has_word_with("weighs_itself")),
         "choose other policies, also in `allow`: theirs leaves sinks out",
     ),
     Refusal(
         "per-head lengths with learned sinks",
-        both(compat.has_learned_sinks, is_ragged),
+        all_of(has_sinks, is_ragged),
         "choose policies whose heads keep equal numbers of tokens, also in `allow`",
     ),
-    Refusal(
-        "tensor parallelism with learned sinks",
-        both(
-            compat.has_learned_sinks,
-            several("parallel_config.tensor_parallel_size"),
-        ),
-        "set --tensor-parallel-size 1",
-    ),
+    one_only("tensor parallelism with learned sinks", "tensor_parallel", has_sinks),
     Refusal(
         "speculative decoding with learned sinks",
-        both(compat.has_learned_sinks, speculates),
+        all_of(has_sinks, speculates),
         "leave out --speculative-config",
     ),
     Refusal(
         "LoRA adapters with learned sinks",
-        both(compat.has_learned_sinks, has_adapters),
+        all_of(has_sinks, has_adapters),
         "leave out --enable-lora, or merge the adapter into the model",
     ),
     Refusal(
         "weight transfer with learned sinks",
-        both(compat.has_learned_sinks, transfers_weights),
+        all_of(has_sinks, transfers_weights),
         "leave out --weight-transfer-config",
     ),
     Refusal(
         "FP8 KV caches with learned sinks",
-        both(compat.has_learned_sinks, is_float8),
+        all_of(has_sinks, is_float8),
         "leave out --kv-cache-dtype",
     ),
     Refusal(
         "learned sinks on GPUs",
-        both(compat.has_learned_sinks, is_on_gpu),
+        all_of(has_sinks, is_on_gpu),
         "serve a model without learned sinks: no GPU has run a policy with them",
     ),
     # What it is.
@@ -616,9 +594,7 @@ REFUSALS = (
     ),
     Refusal(
         "diffusion models",
-        lambda config: (
-            config.diffusion_config is not None or config.model_config.is_diffusion
-        ),
+        any_of(given("diffusion_config"), on("model_config.is_diffusion")),
         "serve an autoregressive model",
     ),
     Refusal(
@@ -628,7 +604,7 @@ REFUSALS = (
     ),
     Refusal(
         "multimodal models with a policy for the model's own weights ({fitted})",
-        both(is_fitted, on("model_config.is_multimodal_model")),
+        all_of(is_fitted, on("model_config.is_multimodal_model")),
         "serve a text model: no files were made or tested for text parts of others",
     ),
     Refusal(
@@ -639,13 +615,13 @@ REFUSALS = (
     ),
     Refusal(
         "FP8 KV caches on GPUs",
-        both(is_float8, is_on_gpu),
+        all_of(is_float8, is_on_gpu),
         "leave out --kv-cache-dtype, or name the model's own dtype where the "
         "checkpoint asks for FP8: no GPU has run a policy over one",
     ),
     Refusal(
         "FP8 KV caches on CPUs without AVX-512",
-        both(
+        all_of(
             is_float8,
             lambda config: not is_on_gpu(config) and not compat.reads_float8(),
         ),
@@ -654,7 +630,7 @@ REFUSALS = (
     ),
     Refusal(
         "KV connectors and KV offloading",
-        _offloads_cache,
+        any_of(on("kv_transfer_config"), on("cache_config.kv_offloading_size")),
         "leave out --kv-transfer-config and --kv-offloading-size",
     ),
     Refusal(
@@ -664,9 +640,7 @@ REFUSALS = (
     ),
     Refusal(
         "KV cache events",
-        lambda config: bool(
-            config.kv_events_config and config.kv_events_config.enable_kv_cache_events
-        ),
+        all_of(on("kv_events_config"), on("kv_events_config.enable_kv_cache_events")),
         "leave out --kv-events-config",
     ),
     Refusal(
@@ -681,11 +655,7 @@ REFUSALS = (
         off("model_config.disable_cascade_attn"),
         "leave out --no-disable-cascade-attn",
     ),
-    Refusal(
-        "prompt embeddings",
-        on("model_config.enable_prompt_embeds"),
-        "leave out --enable-prompt-embeds",
-    ),
+    left_out("prompt embeddings", "model_config.enable_prompt_embeds"),
     Refusal(
         "sleep mode",
         on("model_config.enable_sleep_mode"),
@@ -694,27 +664,18 @@ REFUSALS = (
     ),
     Refusal(
         "weight transfer with a policy for the model's own weights ({fitted})",
-        both(transfers_weights, is_fitted),
+        all_of(transfers_weights, is_fitted),
         "leave out --weight-transfer-config: the policy's file belongs to the weights "
         "that are replaced",
     ),
-    Refusal(
-        "batch-invariant mode",
-        lambda config: compat.environment_flag("VLLM_BATCH_INVARIANT"),
-        "unset VLLM_BATCH_INVARIANT",
-        by_machine=True,
-    ),
-    Refusal(
+    unset("batch-invariant mode", "VLLM_BATCH_INVARIANT"),
+    unset(
         "memory plans of earlier starts",
-        lambda config: compat.environment_flag("VLLM_ENABLE_STARTUP_PLAN"),
-        "unset VLLM_ENABLE_STARTUP_PLAN: a plan does not know the policy",
-        by_machine=True,
+        "VLLM_ENABLE_STARTUP_PLAN",
+        ": a plan does not know the policy",
     ),
-    Refusal(
-        "the Rust front end",
-        lambda config: compat.environment_flag("VLLM_USE_RUST_FRONTEND"),
-        "unset VLLM_USE_RUST_FRONTEND: it does not check requests",
-        by_machine=True,
+    unset(
+        "the Rust front end", "VLLM_USE_RUST_FRONTEND", ": it does not check requests"
     ),
 )
 

@@ -20,10 +20,9 @@ VERSIONS = ("vllm-kvpolicy", "vllm", "torch", "triton")
 
 
 def attach(app: Any) -> None:
-    """Add the routes to an application, where the server's policy has `live`.
+    """Add the routes to vLLM's application, where the server's policy has `live`.
 
-    Args:
-        app: vLLM's FastAPI application; its state gets the VllmConfig later.
+    The FastAPI application's state gets the VllmConfig later.
     """
     additional = app.state.args.additional_config
     values = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
@@ -63,11 +62,7 @@ def engines(vllm_config: Any) -> tuple[Mapping[int, str], int]:
 
 
 def facts(vllm_config: Any) -> dict[str, Any]:
-    """Return what is fixed for the life of a server with a policy, JSON-able.
-
-    Args:
-        vllm_config: of an API process that serves.
-    """
+    """Return what is fixed for the life of a server with a policy, JSON-able."""
     config = own_config(vllm_config)
     platform, model = compat.platform_name(), vllm_config.model_config
     num_blocks = smallest_pool(vllm_config)

@@ -12,20 +12,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from vllm.usage.usage_lib import UsageContext
+
 from vllm_kvpolicy.api import cli, engine_config, engines, live, request_guards
-from vllm_kvpolicy.api.patch_table import (
-    ADD_CLI_ARGS,
-    ATTACH_METRICS,
-    BEAM_CHAT,
-    BEAM_COMPLETION,
-    CREATE_ENGINE_CONFIG,
-    ENGINE_READY,
-    FROM_CLI_ARGS,
-    GENERATE,
-    PROCESS_INPUTS,
-    RESPONSES,
-    Patch,
-)
+from vllm_kvpolicy.api import patch_table as table
 from vllm_kvpolicy.config import has_policy
 from vllm_kvpolicy.observe.metrics import exposition, register
 from vllm_kvpolicy.sizes import settled
@@ -33,16 +23,15 @@ from vllm_kvpolicy.sizes import settled
 
 def install() -> None:
     """Wrap what the flags need; calling it again changes nothing."""
-    _wrap(ADD_CLI_ARGS, _with_flags)
-    _wrap(FROM_CLI_ARGS, _with_given_values)
-    _wrap(CREATE_ENGINE_CONFIG, _with_policy)
+    _wrap(table.ADD_CLI_ARGS, _with_flags)
+    _wrap(table.FROM_CLI_ARGS, _with_given_values)
+    _wrap(table.CREATE_ENGINE_CONFIG, _with_policy)
 
 
-def _wrap(patch: Patch, make: Callable[[Callable], Callable]) -> None:
+def _wrap(patch: table.Patch, make: Callable[[Callable], Callable]) -> None:
     """Put a wrapper in the place of a function, once.
 
     Args:
-        patch: what to wrap.
         make: returns the wrapper of the function that it is given; for a class method
             both take the class first.
     """
@@ -80,18 +69,18 @@ def _with_given_values(original: Callable) -> Callable:
 def _with_policy(original: Callable) -> Callable:
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = args[0] if args else kwargs.get("usage_context")
-        serves_http = engine_config.serves_http(context)
-        runs_batch = engine_config.runs_batch(context)
+        serves_http = context is UsageContext.OPENAI_API_SERVER
+        runs_batch = context is UsageContext.OPENAI_BATCH_RUNNER
         config = engine_config.prepare(self)
         vllm_config = original(self, *args, **kwargs)
         if config is None:
             engine_config.finish_stock(vllm_config, serves_http or runs_batch)
             if serves_http and engine_config.is_counted(vllm_config):
-                _wrap(ATTACH_METRICS, _with_counters)
+                _wrap(table.ATTACH_METRICS, _with_counters)
             return vllm_config
         engine_config.finish(self, vllm_config, config)
-        _wrap(PROCESS_INPUTS, _with_request_check)
-        _wrap(ENGINE_READY, _with_engine_check)
+        _wrap(table.PROCESS_INPUTS, _with_request_check)
+        _wrap(table.ENGINE_READY, _with_engine_check)
         if serves_http or runs_batch:
             _wrap_server()
         if runs_batch:
@@ -103,11 +92,11 @@ def _with_policy(original: Callable) -> Callable:
 
 def _wrap_server() -> None:
     """Wrap what only servers and batches use."""
-    _wrap(ATTACH_METRICS, _with_counters)
-    _wrap(GENERATE, _with_early_check)
-    _wrap(RESPONSES, _with_early_response_check)
-    _wrap(BEAM_COMPLETION, _with_beam_check)
-    _wrap(BEAM_CHAT, _with_beam_check)
+    _wrap(table.ATTACH_METRICS, _with_counters)
+    _wrap(table.GENERATE, _with_early_check)
+    _wrap(table.RESPONSES, _with_early_response_check)
+    _wrap(table.BEAM_COMPLETION, _with_beam_check)
+    _wrap(table.BEAM_CHAT, _with_beam_check)
 
 
 def _with_engine_check(original: Callable) -> Callable:
@@ -172,7 +161,7 @@ def _with_counters(original: Callable) -> Callable:
         from starlette.routing import Route
 
         original(app)
-        owner, _ = ATTACH_METRICS.resolve()
+        owner, _ = table.ATTACH_METRICS.resolve()
         registry, missed = owner.get_prometheus_registry(), set[str]()
 
         def metrics(request: Any) -> Any:

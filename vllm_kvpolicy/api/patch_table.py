@@ -93,21 +93,17 @@ CREATE_ENGINE_CONFIG = Patch(
 )
 PROCESS_INPUTS = Patch(
     "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
-    (
-        "self request_id prompt params supported_tasks arrival_time lora_request "
-        "tokenization_kwargs trace_headers priority data_parallel_rank resumable "
-        "session_id kv_hints"
-    ),
+    "self request_id prompt params supported_tasks arrival_time lora_request "
+    "tokenization_kwargs trace_headers priority data_parallel_rank resumable "
+    "session_id kv_hints",
     "nothing validates vllm_xargs before they reach the engine",
     "vLLM lets the scheduler class or a plugin validate vllm_xargs",
 )
 GENERATE = Patch(
     "vllm.v1.engine.async_llm:AsyncLLM.generate",
-    (
-        "async self prompt sampling_params request_id * prompt_text lora_request "
-        "tokenization_kwargs trace_headers priority data_parallel_rank session_id "
-        "kv_hints reasoning_ended reasoning_parser_kwargs"
-    ),
+    "async self prompt sampling_params request_id * prompt_text lora_request "
+    "tokenization_kwargs trace_headers priority data_parallel_rank session_id "
+    "kv_hints reasoning_ended reasoning_parser_kwargs",
     "a streamed response sends its HTTP status before its request is prepared",
     "same as for process_inputs",
 )
@@ -140,10 +136,8 @@ BEAM_CHAT = Patch(
 RESPONSES = Patch(
     "vllm.entrypoints.openai.responses.serving:OpenAIServingResponses"
     "._generate_with_builtin_tools",
-    (
-        "async self request_id engine_input sampling_params context tok_params "
-        "lora_request priority trace_headers session_id reasoning_parser_kwargs"
-    ),
+    "async self request_id engine_input sampling_params context tok_params "
+    "lora_request priority trace_headers session_id reasoning_parser_kwargs",
     "a streamed response calls generate after it has sent its HTTP status",
     "same as for process_inputs",
 )
@@ -166,9 +160,6 @@ def problems(patches: Iterable[Patch] = PATCHES) -> list[str]:
 
     Where its release differs from the tested one, a row of `compat.RELEASES` says how,
     and that our wraps bear it.
-
-    Args:
-        patches: what will be wrapped.
     """
     changed = compat.release_of(compat.vllm_version()).changed
     advice = f"install vLLM {compat.TESTED_VLLM}.x"

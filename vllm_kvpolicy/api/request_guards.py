@@ -9,12 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import request_keys
-from vllm_kvpolicy.sizes import (
-    check_drafts,
-    most_blocks,
-    query_rows,
-    sliding_groups,
-)
+from vllm_kvpolicy.sizes import check_drafts, most_blocks, query_rows, sliding_groups
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -38,8 +33,8 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
 
     Args:
         processor: vLLM's InputProcessor.
-        request: the EngineCoreRequest that it has made.
-        params: the SamplingParams or PoolingParams that it was made from.
+        request: the EngineCoreRequest that it has made of `params`, of a request that
+            samples or pools.
 
     Raises:
         KVPolicyRequestError: a resumable session, or what `check_params` refuses.
@@ -65,7 +60,6 @@ def check_early(engine: Any, prompt: Any, params: Any) -> None:
     Args:
         engine: vLLM's AsyncLLM.
         prompt: text, or a mapping that may hold `prompt_token_ids`.
-        params: the request's SamplingParams.
 
     Raises:
         KVPolicyRequestError: what `check_params` refuses.
@@ -111,10 +105,7 @@ def check_params(
     policy off or because its prompt is protected, would wait or restart for ever.
 
     Args:
-        params: vLLM's SamplingParams.
         prompt_tokens: length of the prompt, 0 where it is not known yet.
-        vllm_config: of the engines that the request may go to.
-        server: the engine's policy.
 
     Raises:
         ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
@@ -164,10 +155,7 @@ def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
 
 
 def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a beam search that comes with keys that it would not follow.
-
-    Args:
-        extra_args: the request's `vllm_xargs`.
+    """Refuse a beam search whose `vllm_xargs` have keys that it would not follow.
 
     Raises:
         KVPolicyRequestError: naming the first such key, or one that is unknown.

@@ -25,13 +25,9 @@ MASS_DECADES = 6  # shown below the largest mass
 def new_figure(
     rows: int, height: float, columns: int = 1, width: float = WIDTH
 ) -> tuple["Figure", Any]:
-    """Return a figure and its panels [rows * columns], row by row.
+    """Return a figure and its panels [rows * columns], row by row; sizes are in inches.
 
     All panels share the x axis; with several columns they share the y axis, too.
-
-    Args:
-        height: of the figure, inches.
-        width: of the figure, inches.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -59,11 +55,7 @@ def _by_head(layer: int, heads: int, title: str) -> tuple["Figure", Any]:
 
 
 def retention_map(events: Sequence[EventRecord], layer: int, title: str) -> "Figure":
-    """Draw which tokens each head of a layer keeps, event by event.
-
-    Args:
-        events: of one request, in order.
-    """
+    """Draw which tokens each head of a layer keeps, by event of one request."""
     last = events[-1].position
     columns = min(last, MAX_COLUMNS)
     heads = events[0].held.shape[1]
@@ -99,11 +91,7 @@ def retention_map(events: Sequence[EventRecord], layer: int, title: str) -> "Fig
 
 
 def segment_map(event: EventRecord, layer: int, title: str) -> "Figure":
-    """Draw attention mass, segments and kept shares of each head of a layer.
-
-    Args:
-        event: with the notes `mass` and `segments`.
-    """
+    """Draw `mass`, `segments` and kept shares of each head, from an event's notes."""
     heads = event.held.shape[1]
     figure, panels = _by_head(layer, heads, title)
     mesh: Any = None
@@ -132,11 +120,7 @@ def segment_map(event: EventRecord, layer: int, title: str) -> "Figure":
 
 
 def head_map(values: np.ndarray, title: str, unit: str) -> "Figure":
-    """Draw one number per layer and KV head.
-
-    Args:
-        values: [L, H].
-    """
+    """Draw one number per layer and KV head, of values [L, H]."""
     layers, heads = values.shape
     figure, (panel,) = new_figure(1, 0.35 * layers + 2)
     image = panel.imshow(values, aspect="auto", cmap="viridis")

@@ -21,11 +21,7 @@ WORDS = (
 
 @dataclass(frozen=True)
 class Answer:
-    """What one request gave.
-
-    Args:
-        events: how many events the answer says it had; None where it does not say.
-    """
+    """What one request gave; `events` is None where it does not say how many it had."""
 
     tokens: tuple[int, ...]
     events: int | None = None
@@ -33,11 +29,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold.
-
-    Args:
-        result: PASSED, FAILED, or OPEN where it could not be judged.
-    """
+    """One thing that must hold; OPEN is the result where it could not be judged."""
 
     name: str
     result: str
@@ -47,10 +39,7 @@ class Check:
 def first_difference(
     expected: Sequence[Sequence[int]], found: Sequence[Sequence[int]]
 ) -> tuple[int, int] | None:
-    """Return the first place at which lists of tokens differ; None for nowhere.
-
-    Args:
-        found: the same requests in the same order.
+    """Return where tokens of the same requests first differ; None for nowhere.
 
     Returns:
         Index of the request, and of the first output token that is not the same, or is
@@ -65,7 +54,6 @@ def first_difference(
 
 
 def growth(before: Counters, after: Counters) -> dict[str, float]:
-    """Return how much each series grew."""
     return {name: value - before.get(name, 0.0) for name, value in after.items()}
 
 
@@ -111,11 +99,7 @@ def memory_returns(grown: Counters) -> Check:
 
 
 def pool_is_free(where: str, held: int) -> Check:
-    """Judge whether all superblocks are free after the last request.
-
-    Args:
-        held: superblocks that are not.
-    """
+    """Judge whether all superblocks are free after the last request."""
     name = f"{where}: all superblocks are free at the end"
     return _check(name, held == 0, f"{held} superblocks still held")
 
@@ -139,23 +123,14 @@ def _check(name: str, holds: bool, figures: str) -> Check:
 
 
 def left_open(check: Check, why: str | None) -> Check:
-    """Return a check as one that could not be judged.
-
-    Args:
-        why: it says nothing; None leaves it as it is.
-    """
+    """Return a check as one that could not be judged, unless there is no reason why."""
     if why is None:
         return check
     return replace(check, result=OPEN, figures=f"{why}; {check.figures}")
 
 
 def until_stopped(name: str, checks: Iterator[Check]) -> Iterator[Check]:
-    """Yield checks; what stops them is a failed one, not the end of the report.
-
-    Args:
-        name: of the check that fails then.
-        checks: may raise anything.
-    """
+    """Yield checks; what stops them is a failed one of that name, not the end."""
     try:
         yield from checks
     except Exception as error:
@@ -164,7 +139,6 @@ def until_stopped(name: str, checks: Iterator[Check]) -> Iterator[Check]:
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:
-    """Return whether nothing failed."""
     return all(check.result != FAILED for check in checks)
 
 
@@ -177,11 +151,9 @@ def summary(checks: Sequence[Check]) -> str:
 
 
 def text(seed: int, num_words: int) -> str:
-    """Return a text of words and numbers, for a seed always the same.
+    """Return a text of words and numbers, always the same for a seed and for no other.
 
-    Args:
-        seed: texts of different seeds are different.
-        num_words: its words; a tokenizer makes at least as many tokens of them.
+    A tokenizer makes at least as many tokens of it as it has words.
     """
     draw, words = Random(seed), WORDS.split()
     pairs = ((draw.choice(words), str(draw.randrange(1000))) for _ in range(num_words))

@@ -153,15 +153,8 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
 NEIGHBOURS = ((4, 2), (4, 1), (3, 4), (3, 2), (2, 4))
 MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 HEAD = (
-    "KV cache",
-    "budget",
-    "interval",
-    "pool",
-    "peak",
-    "mean",
-    "after event",
-    "window",
-    "at once",
+    *("KV cache", "budget", "interval", "pool", "peak", "mean"),
+    *("after event", "window", "at once"),
 )
 LEGEND = """\
 pool to window: superblocks of {} tokens, also for stock, of {:,} bytes, in FP8 {:,}.
@@ -193,7 +186,6 @@ class Engine:
 
     @property
     def model(self) -> Any:
-        """vLLM's ModelConfig."""
         return self.vllm_config.model_config
 
     @property
@@ -323,7 +315,12 @@ def _engine(args: argparse.Namespace) -> Engine:
     from vllm.config import ParallelConfig
 
     model = _model(args)
-    is_widened = _is_slow_here(model) and args.dtype == "auto"
+    is_widened = (
+        args.dtype == "auto"
+        and model.dtype is torch.bfloat16
+        and compat.platform_name() == "cpu"
+        and not compat.multiplies_bfloat16()
+    )
     if is_widened:
         model.dtype = torch.float32
     block_size = args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
@@ -381,17 +378,6 @@ def _model(args: argparse.Namespace) -> Any:
             "this command takes for granted"
         )
     return model
-
-
-def _is_slow_here(model: Any) -> bool:
-    """Return whether this machine computes on a CPU that emulates the model's dtype."""
-    import torch
-
-    return (
-        compat.platform_name() == "cpu"
-        and model.dtype is torch.bfloat16
-        and not compat.multiplies_bfloat16()
-    )
 
 
 # -- lines of the table --------------------------------------------------------
@@ -453,12 +439,9 @@ def _pool_blocks(engine: Engine, config: KVPolicyConfig) -> int:
 
 
 def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
+    is_spread = config.spread_events
     lives = [
-        Life(
-            _footprint(engine, config, prompt),
-            prompt + output - 1,
-            config.spread_events,
-        )
+        Life(_footprint(engine, config, prompt), prompt + output - 1, is_spread)
         for prompt, output in engine.lengths
     ]
     usable = _pool_blocks(engine, config) - 1

@@ -35,34 +35,27 @@ def main(words: list[str]) -> int:
 
 def _platform() -> list[tuple[str, str]]:
     """Return the platform, its devices and what is chosen for it."""
+    import torch
     from vllm.platforms import current_platform
 
     name = compat.platform_name()
+    device = f"{platform.machine()}, {torch.get_num_threads()} threads"
+    if name != "cpu":
+        device = current_platform.get_device_name()
+    kernels = "see the refusals for this machine"
+    if not preferences.unmet_demands(name):
+        kernels = preferences.summary(name)
     return [
         ("platform", name),
-        ("device", current_platform.get_device_name() if name != "cpu" else _cpu()),
+        ("device", device),
         ("block size", f"{compat.BLOCK_TOKENS.get(name, 'none')} tokens"),
         ("attention backends", ", ".join(compat.ATTENTION_BACKENDS)),
-        ("kernels", _kernels(name)),
+        ("kernels", kernels),
         ("supported vLLM", compat.SUPPORTED_VLLM),
     ]
 
 
-def _cpu() -> str:
-    import torch
-
-    return f"{platform.machine()}, {torch.get_num_threads()} threads"
-
-
-def _kernels(platform_name: str) -> str:
-    """Return which implementation each operation runs, or why none can be chosen."""
-    if preferences.unmet_demands(platform_name):
-        return "see the refusals for this machine"
-    return preferences.summary(platform_name)
-
-
 def _policies() -> list[tuple[str, ...]]:
-    """Return a line per policy."""
     lines: list[tuple[str, ...]] = [("name", "query window", "keeps")]
     for name in parts():
         info = parse(name)

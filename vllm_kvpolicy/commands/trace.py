@@ -17,16 +17,7 @@ import numpy as np
 
 from vllm_kvpolicy.commands import figures
 from vllm_kvpolicy.commands.outputs import new_file, new_folder, table
-from vllm_kvpolicy.observe.measures import (
-    kept_by_bin,
-    kept_mask,
-    longest_run,
-    mask_of,
-    memory_time,
-    overlap,
-    superblocks,
-    wiped_regions,
-)
+from vllm_kvpolicy.observe import measures
 from vllm_kvpolicy.observe.trace_files import EventRecord, read_trace
 
 if TYPE_CHECKING:
@@ -71,20 +62,17 @@ LABELS = {
 
 
 def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]:
-    """Measure one event.
-
-    Args:
-        previous: the event before it, None for the first of a request.
+    """Measure one event and, after a request's first, its difference to the previous.
 
     Returns:
         Numerator and denominator of each figure, by name as in `LABELS`; of
         `retention`, one of each per bin.
     """
-    kept = kept_mask(event)
+    kept = measures.kept_mask(event)
     heads = kept.shape[0] * kept.shape[1]
     chosen = (event.selected >= 0).sum(-1)
-    in_use = mask_of(event.selected, event.position) & kept
-    by_bin, tokens = kept_by_bin(kept, BINS, event.position)
+    in_use = measures.mask_of(event.selected, event.position) & kept
+    by_bin, tokens = measures.kept_by_bin(kept, BINS, event.position)
     sums = {
         "utilisation": (in_use.sum(), kept.sum()),
         "head_budget": (chosen.sum(), heads),
@@ -94,7 +82,7 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
         **_notes(event, heads),
     }
     if previous is not None:
-        iou, survival = overlap(kept_mask(previous), kept)
+        iou, survival = measures.overlap(measures.kept_mask(previous), kept)
         sums["iou"] = iou.sum(), heads
         sums["survival"] = survival.sum(), heads
         sums |= _memory_time(event, previous)
@@ -107,17 +95,17 @@ def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
     Args:
         kept: [L, H, P] bool.
     """
-    masks = (mask_of(event.held, event.position), kept)
+    masks = (measures.mask_of(event.held, event.position), kept)
     held, keeps = (mask.reshape(-1, event.position) for mask in masks)
     heads = list(zip(held, keeps, strict=True))
     free = slice(event.sinks, event.frontier)
     rows = [keep[free][hold[free]] for hold, keep in heads]
-    runs = [longest_run(~keep[hold]) for hold, keep in heads]
+    runs = [measures.longest_run(~keep[hold]) for hold, keep in heads]
     sums: dict[str, Sums] = {"burst": (sum(runs), len(runs))}
     for size, percent in REGIONS:
-        wiped = np.array([wiped_regions(row, size, percent) for row in rows])
+        wiped = np.array([measures.wiped_regions(row, size, percent) for row in rows])
         sums[f"wiped_{size}_{percent}"] = tuple(wiped.sum(0))
-        gone = wiped_regions(keeps[:, free], size, percent)
+        gone = measures.wiped_regions(keeps[:, free], size, percent)
         sums[f"gone_{size}_{percent}"] = gone
     return sums
 
@@ -147,8 +135,10 @@ def _memory_time(event: EventRecord, previous: EventRecord) -> dict[str, Sums]:
     before their first event is the same for all policies.
     """
     span = (max(previous.position, event.prompt), event.position, event.block_size)
-    total = memory_time(previous.frontier, superblocks(previous), *span)
-    dense = memory_time(0, 0, *span)
+    total = measures.memory_time(
+        previous.frontier, measures.superblocks(previous), *span
+    )
+    dense = measures.memory_time(0, 0, *span)
     return {
         "memory_time": (total, previous.ordinal == 0),
         "memory_time_share": (total, dense),
@@ -210,7 +200,6 @@ def _cell(value: float | None) -> str:
 
 
 def _report(given: argparse.Namespace) -> None:
-    """Print the table and write the JSON file if one is asked for."""
     summaries = summarise(given.trace)
     print(summary_table(summaries))
     if given.json is not None:
@@ -287,11 +276,7 @@ class PolicyEvents:
 
 
 def read_policies(trace: Path, request: str | None = None) -> dict[str, PolicyEvents]:
-    """Return the events to draw, by policy.
-
-    Args:
-        request: id of the request to draw; by default the one of each policy with the
-            most events.
+    """Return the events to draw, by policy: of a request, or each policy's longest.
 
     Raises:
         ValueError: no events, a file that is not one, or no such request.
@@ -367,13 +352,7 @@ def plot(
     request: str | None = None,
     layers: Sequence[int] | None = None,
 ) -> list[str]:
-    """Write the figures of a trace.
-
-    Args:
-        output: folder for the figures; made if missing.
-
-    Returns:
-        Names of the figures.
+    """Write the figures of a trace to a folder, made if missing; return their names.
 
     Raises:
         ValueError: no events, a file that is not one, no such request or layer, or
@@ -400,7 +379,6 @@ def plot(
 
 
 def _plot(given: argparse.Namespace) -> None:
-    """Write the figures and print where the page is."""
     output = given.output or given.trace / "plots"
     with _errors_name("--output", output):
         names = plot(given.trace, output, given.request, given.layers)
@@ -418,28 +396,18 @@ def main(arguments: Sequence[str]) -> None:
         description="Show what the events of a trace kept.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, run, summary, description in (
-        (
-            "report",
-            _report,
-            "print a table",
-            "Print statistics of what the events of a trace kept, per policy.",
-        ),
-        (
-            "plot",
-            _plot,
-            "draw figures",
-            "Draw what the events of a trace kept, as PNG files and one HTML page.",
-        ),
-    ):
-        command = commands.add_parser(name, help=summary, description=description)
+    told = "Print statistics of what the events of a trace kept, per policy."
+    report = commands.add_parser("report", help="print a table", description=told)
+    told = "Draw what the events of a trace kept, as PNG files and one HTML page."
+    plotter = commands.add_parser("plot", help="draw figures", description=told)
+    for command, run in ((report, _report), (plotter, _plot)):
         command.add_argument(
             "trace", type=Path, help="trace folder that a server wrote"
         )
         command.set_defaults(run=run)
     told = "also write the numbers to this file"
-    commands.choices["report"].add_argument("--json", type=new_file, help=told)
-    add = commands.choices["plot"].add_argument
+    report.add_argument("--json", type=new_file, help=told)
+    add = plotter.add_argument
     told = "folder for the figures (default: TRACE/plots)"
     add("--output", type=new_folder, help=told)
     add("--request", help="request to draw (default: the longest of each policy)")

@@ -56,11 +56,7 @@ class Sizes:
         return max(2**30, 2**19 * self.longest)
 
     def check(self, config: KVPolicyConfig, most: int) -> None:
-        """Raise ValueError where a model's requests cannot be long enough.
-
-        Args:
-            most: tokens of a request of the model.
-        """
+        """Raise ValueError where requests of `most` tokens are not long enough."""
         if self.longest <= most:
             return
         room = most - self.longest + self.held
@@ -72,11 +68,7 @@ class Sizes:
 
 
 class Engine:
-    """A vLLM engine in this process.
-
-    Args:
-        policy: the plain form of its configuration; None for stock vLLM.
-    """
+    """A vLLM engine in this process; without a policy's plain form it is stock."""
 
     def __init__(
         self,
@@ -102,7 +94,6 @@ class Engine:
         self._asked = 0
 
     def prompts(self) -> list[list[int]]:
-        """Return the token ids of the prompts."""
         encode = self._engine.get_tokenizer().encode
         return [
             list(encode(text(seed, length)))[:length]
@@ -112,11 +103,7 @@ class Engine:
     def ask(
         self, prompts: Sequence[Sequence[int]], keys: Mapping[str, Any] | None = None
     ) -> list[Answer]:
-        """Answer prompts greedily, all at once.
-
-        Args:
-            keys: of each request, as in `vllm_xargs`.
-        """
+        """Answer prompts greedily, all at once, with these keys of `vllm_xargs`."""
         params = SamplingParams(
             temperature=0,
             max_tokens=OUTPUT_TOKENS,
@@ -149,7 +136,6 @@ class Engine:
         return pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
 
     def close(self) -> None:
-        """Shut the engine down and give back its memory."""
         self._engine.engine_core.shutdown()
 
 

@@ -81,7 +81,8 @@ class Server:
         self.version: str = _part(self._fetch("/version"), "version")
         self.start = self.counters()
         self.answers: list[Answer] = []
-        self.policy = self._own_policy()
+        found = OWN_POLICY.search(self._refusal(UNKNOWN) or "")
+        self.policy = None if found is None else found[1]
 
     def _fetch(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         """Return what the server answers.
@@ -171,10 +172,6 @@ class Server:
             return str(error)
         return None
 
-    def _own_policy(self) -> str | None:
-        found = OWN_POLICY.search(self._refusal(UNKNOWN) or "")
-        return None if found is None else found[1]
-
     def smaller(self) -> dict[str, int]:
         """Return `SMALL`, or the least that the server lets a request have.
 
@@ -219,11 +216,7 @@ class Server:
 
 
 def _part(text: str, *path: str | int) -> Any:
-    """Return a part of a JSON answer.
-
-    Raises:
-        ValueError: it is not there.
-    """
+    """Return a part of a JSON answer; ValueError where it is not there."""
     try:
         found = json.loads(text)
         for key in path:

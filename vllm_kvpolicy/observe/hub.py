@@ -25,10 +25,9 @@ Message = tuple[int, str, dict[str, Any]]  # number, name, content
 
 
 class EngineReader:
-    """Reads the files of one engine.
+    """Reads the files of one engine; see `own_engine` for its name.
 
     Args:
-        name: the engine's, see `own_engine`.
         num_ranks: that tell of heads of their own.
     """
 
@@ -36,10 +35,8 @@ class EngineReader:
         self.name, self.num_ranks = name, num_ranks
         self.snapshot: dict[str, Any] | None = None
         self._counters: CounterFile | None = None
-        names = [
-            SCHEDULER.format(name),
-            *(RANK.format(name, n) for n in range(num_ranks)),
-        ]
+        names = [RANK.format(name, rank) for rank in range(num_ranks)]
+        names.insert(0, SCHEDULER.format(name))
         self._rings: dict[str, Ring | None] = dict.fromkeys(names)
         self._next: dict[str, int] = {}
         # By serial: when it was first seen, and what ranks have told so far.
@@ -178,19 +175,19 @@ class Hub:
         is_new = snapshot is not None and snapshot["time"] >= self._heard_since
         state: dict[str, Any] = {"engine": index, "fresh": is_idle or is_new}
         state |= {"known": bool(counters), "counters": counters}
-        state |= _nothing()
+        # As of an engine without requests.
+        state |= {"running": 0, "stock_running": 0, "waiting": 0, "requests": []}
         if snapshot is not None and is_new and not is_idle:
             state |= {key: snapshot[key] for key in (*state, "pool") if key in snapshot}
         elif snapshot is not None and is_new:
             state["waiting"] = snapshot["waiting"]
         total = snapshot["pool"]["total"] if snapshot else self.pool_blocks
         if is_idle or not is_new:
-            local, survivors = (
-                counters.get(f"{k}_blocks", 0) for k in ("local", "global")
-            )
             cached = snapshot["pool"]["cached"] if snapshot and is_idle else 0
-            pool = {"local": local, "global": survivors, "cached": cached}
-            pool |= {"free": total - local - survivors, "total": total, "stock": 0}
+            pool = {
+                key: counters.get(f"{key}_blocks", 0) for key in ("local", "global")
+            }
+            pool |= {"cached": cached, "free": total - held, "total": total, "stock": 0}
             state["pool"] = pool
         return state
 
@@ -221,11 +218,6 @@ class Hub:
             yield from engine["requests"]
 
 
-def _nothing() -> dict[str, Any]:
-    """Return a snapshot of an engine without requests."""
-    return {"running": 0, "stock_running": 0, "waiting": 0, "requests": []}
-
-
 def _short(event: dict[str, Any]) -> dict[str, Any]:
     """Return the line of an event: without what there is of each head and token."""
     names = ("request", "policy", "at", "serial", "ordinal", "position", "budget")
@@ -236,11 +228,7 @@ def _short(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def join(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return one event of the heads that several ranks have told of.
-
-    Args:
-        parts: see `worker.observers.live`; ranks have equally many heads.
-    """
+    """Return one event of the heads that ranks with equally many have told of."""
     parts = sorted(parts, key=lambda part: part["place"])
     joined = dict(parts[0])
     for key in ("kept", "age"):

@@ -14,14 +14,10 @@ from vllm_kvpolicy.observe.trace_files import EventRecord
 
 
 def mask_of(rows: np.ndarray, num_positions: int) -> np.ndarray:
-    """Return a mask of positions: [0, 2, -1] of 4 is [True, False, True, False].
+    """Return a mask [L, H, P] of positions: [0, 2, -1] of 4 are the first and third.
 
     Args:
-        rows: [L, H, T] positions below `num_positions`; negative ones are padding.
-        num_positions: P.
-
-    Returns:
-        [L, H, P] bool.
+        rows: [L, H, T] positions below `num_positions`, P; negative ones are padding.
     """
     mask = np.zeros((*rows.shape[:2], num_positions + 1), bool)
     np.put_along_axis(mask, np.where(rows < 0, num_positions, rows), True, axis=-1)
@@ -42,8 +38,7 @@ def overlap(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarr
     equally many, it is s / (2 - s) for a survival s.
 
     Args:
-        before: [..., P] bool, tokens that the earlier event keeps.
-        after: [..., at least P] bool, tokens that the later one keeps.
+        before, after: tokens that each keeps, [..., P] and [..., at least P] bool.
 
     Returns:
         IoU = |before and after| / |before or after| and survival = |before and after| /
@@ -55,21 +50,13 @@ def overlap(before: np.ndarray, after: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def wiped_regions(kept: np.ndarray, size: int, percent: float) -> tuple[int, int]:
-    """Count the regions of a row that are wiped out.
+    """Return how many regions of rows [..., n] are wiped out, and how many there are.
 
-    The row is cut into regions of `size` tokens from its start; a shorter rest at its
+    A row is cut into regions of `size` tokens from its start; a shorter rest at its
     end is ignored. A region is wiped out if at most `percent` % of its tokens are kept:
     with size 2 and 0 %, the row 1 0 0 0 1 has 1 of 2. If the row has the held tokens in
     time order, the share of wiped regions is the wipe-out rate of one event; if it has
     all positions, it is the share of the text that is gone.
-
-    Args:
-        kept: [..., n] bool.
-        size: tokens per region.
-        percent: 0 to 100.
-
-    Returns:
-        Number of regions wiped out, and of all regions.
     """
     count = kept.shape[-1] // size
     regions = kept[..., : count * size].reshape(*kept.shape[:-1], count, size)
@@ -116,7 +103,7 @@ def superblocks(event: EventRecord) -> int:
 def memory_time(
     frontier: int, global_blocks: int, start: int, end: int, block_size: int
 ) -> int:
-    """Return the memory-time integral of a request between two events.
+    """Return the memory-time of a request between two events, in superblock-steps.
 
     Steps compute one token each, as in decoding. The step that computes the token at
     position t holds B + ceil((t + 1 - F) / N) superblocks: 3 for 10 steps are 30.
@@ -127,9 +114,6 @@ def memory_time(
         start: position of the first token that counts, F or later.
         end: tokens computed at the next event.
         block_size: N, tokens per superblock.
-
-    Returns:
-        Superblock-steps.
     """
     local = np.arange(start, end) + 1 - frontier
     return int((global_blocks - (-local // block_size)).sum())

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from struct import Struct
 from threading import Lock
@@ -44,16 +44,16 @@ class Series:
     """One Prometheus series: `kvpolicy_<name>`.
 
     Args:
-        kind: "counter" or "gauge".
         label: its own, beside those that all series have; empty for none.
         values: of that label.
+        kind: "counter" or "gauge".
     """
 
     name: str
-    kind: str
     help: str
     label: str = ""
     values: tuple[str, ...] = ()
+    kind: str = "counter"
 
     @property
     def fields(self) -> dict[str, tuple[str, ...]]:
@@ -63,90 +63,71 @@ class Series:
         return labelled or {self.name: ()}
 
 
+_gauge = partial(Series, kind="gauge")
 SERIES = (
-    Series("events", "counter", "Events run; each compacts one request."),
-    Series("blocks_returned", "counter", "Superblocks returned to the scheduler."),
-    Series("tokens_kept", "counter", "Tokens per KV head kept, summed over events."),
-    Series(
-        "tokens_dropped", "counter", "Tokens per KV head dropped, summed over events."
-    ),
-    Series("event_seconds", "counter", "Host seconds that the worker spent on events."),
-    Series(
+    Series("events", "Events run; each compacts one request."),
+    Series("blocks_returned", "Superblocks returned to the scheduler."),
+    Series("tokens_kept", "Tokens per KV head kept, summed over events."),
+    Series("tokens_dropped", "Tokens per KV head dropped, summed over events."),
+    Series("event_seconds", "Host seconds that the worker spent on events."),
+    _gauge(
         "local_blocks",
-        "gauge",
         "Superblocks that hold local tokens, at and above the frontiers.",
     ),
-    Series("global_blocks", "gauge", "Superblocks that hold survivors."),
-    Series("keep_ratio", "gauge", "Tokens held / tokens computed, over live requests."),
-    Series("steps", "counter", "Engine steps that computed tokens."),
-    Series("request_steps", "counter", "Running requests, summed over engine steps."),
-    Series("block_steps", "counter", "Superblocks held, summed over engine steps."),
-    Series("requests", "counter", "Finished requests that had held superblocks."),
-    Series("bounded_requests", "counter", "Those of them that had a bound."),
+    _gauge("global_blocks", "Superblocks that hold survivors."),
+    _gauge("keep_ratio", "Tokens held / tokens computed, over live requests."),
+    Series("steps", "Engine steps that computed tokens."),
+    Series("request_steps", "Running requests, summed over engine steps."),
+    Series("block_steps", "Superblocks held, summed over engine steps."),
+    Series("requests", "Finished requests that had held superblocks."),
+    Series("bounded_requests", "Those of them that had a bound."),
     Series(
         "uncut_requests",
-        "counter",
         "Those with a bound that ended without an event: nothing of them was dropped.",
     ),
     Series(
         "called_events",
-        "counter",
         "Events that were called for, by what made the pool run short.",
         "cause",
         CAUSES,
     ),
-    Series(
-        "level_tokens",
-        "gauge",
-        "Tokens per KV head to which the last calls cut; 0 before any.",
+    _gauge(
+        "level_tokens", "Tokens per KV head to which the last calls cut; 0 before any."
     ),
-    Series(
+    _gauge(
         "floor_tokens",
-        "gauge",
         "The server's floor, tokens per KV head; 0 where events are not called for.",
     ),
     Series(
         "tokens_left",
-        "counter",
         "Tokens per KV head that had left the recent window and were scored for the "
         "first time, summed over events.",
     ),
     Series(
         "peak_blocks",
-        "counter",
         "Peak superblocks of each request, summed over finished requests.",
     ),
     Series(
         "held_back",
-        "counter",
         "Steps in which the next waiting request could not enter, because the pool "
         "would not have borne it later.",
     ),
     Series(
-        "waits",
-        "counter",
-        "Steps that running requests sat out so that others get to an event.",
+        "waits", "Steps that running requests sat out so that others get to an event."
     ),
-    Series(
+    _gauge(
         "foreseen_blocks",
-        "gauge",
         "Most superblocks that running requests with a bound will hold in a coming "
         "step.",
     ),
     Series(
         "preemptions_bounded",
-        "counter",
         "Preemptions while all running requests had a bound: answers got longer than "
         "expected.",
     ),
-    Series(
-        "preemptions_unbounded",
-        "counter",
-        "Preemptions while a request without a bound ran.",
-    ),
-    Series(
+    Series("preemptions_unbounded", "Preemptions while a request without a bound ran."),
+    _gauge(
         "observers_off",
-        "gauge",
         "1 where something that only observes has failed and tells no more.",
         "observer",
         (TRACE, LIVE, COUNTER_FILE),
@@ -166,14 +147,8 @@ def counter_path(engine: str) -> Path:
 class CounterFile(SharedFile):
     """A shared array of float64, one per field, each of which one object writes.
 
-    What tells that an observer is off is written by whoever sees it: always a 1.
-
-    Args:
-        create: make a zeroed file and lock it, once files that engines left behind
-            are removed; otherwise it must exist.
-
-    Raises:
-        FileNotFoundError: `create` is False and no engine has made the file.
+    What tells that an observer is off is written by whoever sees it: always a 1. For
+    `create` and errors see `SharedFile`.
     """
 
     def __init__(self, engine: str, create: bool) -> None:
@@ -190,7 +165,6 @@ class CounterFile(SharedFile):
             self.write_bytes(place * _VALUE.size, _VALUE.pack(value))
 
     def read(self) -> dict[str, float]:
-        """Return every field by name."""
         values = _VALUE.iter_unpack(self.read_bytes(0, SIZE_BYTES))
         return {name: value for name, (value,) in zip(FIELDS, values, strict=True)}
 
@@ -204,7 +178,6 @@ class EngineCounters:
         self.set_keep_ratio(())
 
     def add(self, **amounts: float) -> None:
-        """Add to counters, by name."""
         for name, amount in amounts.items():
             self.file.add(name, amount)
 
@@ -214,7 +187,6 @@ class EngineCounters:
             self.file.set(name, value)
 
     def note_off(self, observer: str) -> None:
-        """Tell that an observer of the scheduler has failed."""
         self.file.set(f"observers_off_{observer}", 1)
 
     def ratio_due(self) -> bool:
@@ -277,21 +249,15 @@ class WorkerCounters:
 
     @cached_property
     def file(self) -> CounterFile:
-        """The engine's counter file."""
         return CounterFile(self.engine, create=False)
 
     @only_observes
     def note_off(self, observer: str) -> None:
-        """Tell that an observer of this rank has failed."""
         self.file.set(f"observers_off_{observer}", 1)
 
     @only_observes
     def add_events(self, count: int, seconds: float) -> None:
-        """Count a step's events.
-
-        Args:
-            seconds: host time; on a GPU the work itself may still be under way.
-        """
+        """Count a step's events; on a GPU their work may outlast these host seconds."""
         if not self.counts:
             return
         self.file.add("events", count)

@@ -94,7 +94,6 @@ class LiveRoutes:
         self, endpoint: Callable[[Any], Awaitable[Any]]
     ) -> Callable[[Any], Awaitable[Any]]:
         """Return an endpoint that asks for a key as vLLM does: a bearer token."""
-        from starlette.responses import JSONResponse
 
         async def guarded(request: Any) -> Any:
             scheme, _, key = request.headers.get("Authorization", "").partition(" ")
@@ -102,7 +101,7 @@ class LiveRoutes:
             # All are compared, so that the time taken tells nothing.
             matches = [secrets.compare_digest(given, each) for each in self._digests]
             if self._digests and not (scheme.lower() == "bearer" and any(matches)):
-                return JSONResponse({"error": "Unauthorized"}, status_code=401)
+                return _json({"error": "Unauthorized"}, 401)
             return await endpoint(request)
 
         return guarded
@@ -114,23 +113,16 @@ class LiveRoutes:
 
     async def overview(self, request: Any) -> Any:
         """Answer with the server's policy, and what its engines have counted."""
-        from starlette.responses import JSONResponse
-
         engines = self.hub.readers.items()
         counters = {str(index): reader.counters() for index, reader in engines}
-        return JSONResponse({**self._facts(), "counters": counters})
+        return _json({**self._facts(), "counters": counters})
 
     async def requests(self, request: Any) -> Any:
         """Answer with the pools and requests of all engines, as of now."""
-        from starlette.responses import JSONResponse
-
         await self._listen()
-        return JSONResponse(self.hub.state())
+        return _json(self.hub.state())
 
     async def request(self, request: Any) -> Any:
-        """Answer with all that is known of one request."""
-        from starlette.responses import JSONResponse
-
         await self._listen()
         request_id = request.path_params["request_id"]
         found = self.hub.request(request_id)
@@ -138,31 +130,28 @@ class LiveRoutes:
             error = (
                 f"request: got {request_id!r}, expected one that runs or has just run"
             )
-            return JSONResponse({"error": error}, status_code=404)
+            return _json({"error": error}, 404)
         ids = found.pop("ids")
         if self._token_text is not None:
             first = max(0, len(ids) - MOST_TEXT)
             found["first_token"] = first
             found["tokens"] = await asyncio.to_thread(self._texts, ids[first:])
-        return JSONResponse(found)
+        return _json(found)
 
     def _texts(self, ids: tuple[int, ...]) -> list[str]:
         return [self._token_text(each) for each in ids] if self._token_text else []
 
     async def stream(self, request: Any) -> Any:
         """Answer with server-sent events for as long as the client listens."""
-        from starlette.responses import JSONResponse, StreamingResponse
+        from starlette.responses import StreamingResponse
 
         if self._num_streams >= MOST_STREAMS:
             error = f"stream: {MOST_STREAMS} are open already, close one"
-            return JSONResponse({"error": error}, 503, {"Retry-After": "5"})
+            return _json({"error": error}, 503, {"Retry-After": "5"})
 
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(
-            self._messages(request.scope),
-            media_type="text/event-stream",
-            headers=headers,
-        )
+        messages = self._messages(request.scope)
+        return StreamingResponse(messages, 200, headers, "text/event-stream")
 
     async def _messages(self, scope: Any) -> AsyncIterator[str]:
         """Yield `server` once, then `state`, `event` and `preemption` as they come."""
@@ -210,6 +199,12 @@ class LiveRoutes:
 def api_keys(args: Any) -> list[str]:
     """Return the keys that vLLM asks for."""
     return [key for key in args.api_key or [compat.api_key()] if key]
+
+
+def _json(content: Any, status: int = 200, headers: Any = None) -> Any:
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(content, status, headers)
 
 
 def _digest(key: str) -> bytes:

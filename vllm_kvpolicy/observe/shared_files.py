@@ -36,8 +36,7 @@ def file_path(kind: str, engine: str) -> Path:
 
     Args:
         kind: COUNTERS or RECORDS.
-        engine: name of the engine, see `own_engine`, and what tells several files of
-            one engine apart.
+        engine: see `own_engine`; and what tells several files of one engine apart.
     """
     return Path(tempfile.gettempdir()) / kind.format(engine)
 
@@ -53,11 +52,7 @@ def own_engine(vllm_config: Any) -> str:
 
 
 def engines_here(vllm_config: Any) -> dict[int, str]:
-    """Return the names, by index, of the engines that a server starts on this host.
-
-    Args:
-        vllm_config: of an API process.
-    """
+    """Return the names, by index, of the engines of an API process on this host."""
     parallel = vllm_config.parallel_config
     first = parallel.data_parallel_index
     indices = range(first, first + parallel.data_parallel_size_local)
@@ -84,10 +79,7 @@ def remove_files_at_exit(server: str) -> None:
 
     By then vLLM has stopped or killed the engines and their workers, but has waited for
     the engines alone: a killed worker may not have let go of its lock yet. What it
-    still writes goes to a file without a name.
-
-    Args:
-        server: the instance id of its engines, see `own_engine`.
+    still writes goes to a file without a name. `server` is the engines' instance id.
     """
     Finalize(None, _remove_files, args=(server,), exitpriority=-1)
 
@@ -204,15 +196,10 @@ SIZE_BYTES = _DATA_AT + DATA_BYTES
 
 
 class Ring(SharedFile):
-    """The newest records of one writer.
+    """The newest records of one writer; for `create` and errors see `SharedFile`.
 
     Args:
         name: the engine's, see `own_engine`, and who of it writes.
-        create: make the file and lock it, as its writer does; otherwise it must exist.
-
-    Raises:
-        FileNotFoundError: `create` is False and no engine has made the file.
-        ValueError: it has no size yet.
     """
 
     def __init__(self, name: str, create: bool) -> None:
@@ -227,10 +214,7 @@ class Ring(SharedFile):
         return self._unpack(_LEASE, 0)[0] > time.monotonic()
 
     def append(self, record: dict[str, Any]) -> bool:
-        """Write a record, which may overwrite the oldest ones.
-
-        Args:
-            record: JSON-able.
+        """Write a JSON-able record, which may overwrite the oldest ones.
 
         Returns:
             False where it has not been written: it is larger than the file, or the
@@ -253,8 +237,7 @@ class Ring(SharedFile):
     def read(self, first: int = 0) -> tuple[list[dict[str, Any]], int]:
         """Return the records from a number on that are still there, oldest first.
 
-        Returns:
-            The records, and the number from which to go on.
+        And the number from which to go on.
         """
         head = self._unpack(_HEAD, _HEAD_AT)[0]
         if first > head:

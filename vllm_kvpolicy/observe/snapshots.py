@@ -43,9 +43,8 @@ class Snapshots:
         if now < self._next and scheduler.requests:
             return
         self._next = now + PERIOD_SECONDS
-        self.ring.append(
-            {"kind": "snapshot", "time": now, **self._look(scheduler, now)}
-        )
+        found = self._look(scheduler, now)
+        self.ring.append({"kind": "snapshot", "time": now, **found})
 
     @only_observes
     def publish_tokens(
@@ -58,8 +57,8 @@ class Snapshots:
             known = requests[event.request_id].all_token_ids
             ids = known[: min(event.position, MOST_TOKENS)]
             text = b64encode(pack(f"<{len(ids)}i", *ids)).decode()
-            record = {"request": event.request_id, "ids": text}
-            self.ring.append({"kind": "tokens", **record})
+            record = {"kind": "tokens", "request": event.request_id, "ids": text}
+            self.ring.append(record)
 
     @only_observes
     def publish_preemption(self, request: Any) -> None:
@@ -70,15 +69,12 @@ class Snapshots:
             self.ring.append({"kind": "preemption", **record})
 
     def close(self) -> None:
-        """Delete the file; the engine ends."""
         self.ring.remove()
 
     def _look(self, scheduler: Any, now: float) -> dict[str, Any]:
         """Return what a snapshot says, JSON-able; superblocks unless it says tokens."""
-        manager, pool = (
-            scheduler.kv_policy_manager,
-            scheduler.kv_cache_manager.block_pool,
-        )
+        manager = scheduler.kv_policy_manager
+        pool = scheduler.kv_cache_manager.block_pool
         # vLLM still lists requests that end in this step.
         running = [r for r in scheduler.running if r.request_id in scheduler.requests]
         if now >= self._next_walk or not running:
@@ -116,14 +112,11 @@ class Snapshots:
 
 
 def shared_blocks(running: Sequence[Any], block_size: int) -> dict[str, int]:
-    """Return the blocks of each request that it has from an earlier one, by id.
+    """Return the blocks of each running request that it has from an earlier one, by id.
 
     Stock vLLM takes the start of a prompt from the prefix cache when it schedules a
     request, all but the last token. It never merges blocks that are computed later,
-    such as equal answers.
-
-    Args:
-        running: vLLM's requests, whose blocks are those that stock vLLM would hold.
+    such as equal answers. The requests' blocks are those that stock vLLM would hold.
     """
     seen: set[Any] = set()
     shared = {}
@@ -164,13 +157,10 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
         "uncut": True,
     }
     if state is not None:
-        row["policy"] = state.plan.policy
-        row["budget"] = state.plan.budget
-        row["interval"] = state.plan.footprint.events.interval
-        if state.plan.is_called:
-            row["floor"] = state.plan.footprint.events.budget
-        row["uncut"] = state.is_uncut
-        row["held"] = computed - state.dropped_tokens
-        row["events"] = state.ordinal
+        plan, events = state.plan, state.plan.footprint.events
+        row |= {"policy": plan.policy, "budget": plan.budget}
+        row |= {"interval": events.interval, "uncut": state.is_uncut}
+        row |= {"floor": events.budget if plan.is_called else None}
+        row |= {"held": computed - state.dropped_tokens, "events": state.ordinal}
         row["returned"] = state.frontier_blocks - state.global_blocks
     return row

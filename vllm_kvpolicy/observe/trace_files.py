@@ -87,7 +87,6 @@ class EventRecord:
 
 
 def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
-    """Return the arrays of a record's file, by name."""
     values: dict[str, Any] = dict(vars(record))
     notes = values.pop("notes")
     del values["ranks"]
@@ -151,10 +150,8 @@ def check_trace(folder: Path) -> None:
 def run_name(engine: int = 0) -> str:
     """Return a name for the folder of a run that starts now.
 
-    Names begin with the time in UTC, so they sort by start, and are unique.
-
-    Args:
-        engine: index of the engine among data-parallel ones.
+    Names begin with the time in UTC, so they sort by start, and are unique; then comes
+    the index of the engine among data-parallel ones.
     """
     started = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%fZ")
     return f"{started}-engine{engine}-{uuid4().hex[:8]}"
@@ -173,10 +170,7 @@ def new_run(folder: Path, name: str | None = None) -> Path:
 
 
 def run_in(folder: Path) -> Path:
-    """Return the folder that holds events: the given one or one below it.
-
-    Args:
-        folder: a run, or a trace in which one run has events.
+    """Return the folder that holds events: a run, or the only one with events below.
 
     Raises:
         ValueError: no such folder, no events, or several runs with events.
@@ -206,12 +200,9 @@ def whole_run(folder: Path) -> Path:
 
 
 def read_trace(folder: Path) -> Iterator[EventRecord]:
-    """Yield the events of a run in the order in which they happened.
+    """Yield the events of a run, see `run_in`, in the order in which they happened.
 
     Where there are several ranks, those that all of them have recorded.
-
-    Args:
-        folder: see `run_in`.
 
     Raises:
         ValueError: see `run_in`; a file is not an event, or not one of the same trace
@@ -304,15 +295,11 @@ def _kinds(record: EventRecord) -> tuple[Any, ...]:
 def _side_by_side(parts: Sequence[np.ndarray], fill: int) -> np.ndarray:
     """Return [L, H1 + H2 + .., ...] of [L, H, ...], the later axes padded alike."""
     shape = np.max([part.shape for part in parts], axis=0)[2:]
-    padded = [
-        np.pad(
-            part,
-            [(0, 0)] * 2
-            + [(0, n - m) for n, m in zip(shape, part.shape[2:], strict=True)],
-            constant_values=fill,
-        )
-        for part in parts
-    ]
+    padded = []
+    for part in parts:
+        missing = [(0, more) for more in shape - part.shape[2:]]
+        widths = [(0, 0), (0, 0), *missing]
+        padded.append(np.pad(part, widths, constant_values=fill))
     return np.concatenate(padded, axis=1)
 
 
@@ -348,7 +335,6 @@ def problems(values: Mapping[str, Any], notes: Mapping[str, Any]) -> Iterator[st
 
 
 def _misplaced(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield which positions cannot be."""
     position, frontier = values["position"], values["frontier"]
     if position * values["held"][..., 0].size > MOST_MARKS:
         yield f"position {position} is too large to measure"
@@ -361,7 +347,6 @@ def _misplaced(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _note_problems(notes: Mapping[str, Any], held: np.ndarray) -> Iterator[str]:
-    """Yield which notes cannot be measured."""
     for name, note in notes.items():
         axes = NOTE_AXES.get(name)
         if np.shape(note)[:2] != held.shape[:2] or note.dtype.kind not in "fiub":
