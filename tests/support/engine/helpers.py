@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
 MOVERS = ("identity", "holes")
 TOP_LOGPROBS = 20
 MAX_STEPS = 5000
+OWN = "own"
 FIRST_TOKEN, LAST_TOKEN = 3, 98  # the tiny model's characters
 NO_COMMANDS = SimpleNamespace(events=())  # of stock vLLM
 
@@ -123,26 +124,49 @@ class Run:
         results: finished requests by name.
         steps: engine steps.
         preemptions: requests that lost their blocks, counted each time.
+        counters: the engine's own, since it started; none of stock vLLM.
     """
 
     results: dict[str, Result]
     steps: int
     preemptions: int
+    counters: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> dict[str, Prompt]:
         """Generated tokens by name."""
         return {name: result.tokens for name, result in self.results.items()}
 
+    @property
+    def events(self) -> list[Record]:
+        """Events of all requests, of the last time that each was computed."""
+        return [event for each in self.results.values() for event in each.events]
+
+    @property
+    def calls(self) -> list[Cut]:
+        """What the scheduler has told the worker of events, of all passes."""
+        return [cut for each in self.results.values() for cut in sum(each.record, [])]
+
+    def check_moved(self, heads: tuple[int, int] = (2, 2)) -> None:
+        """Check that events of [L, H] heads drop nothing and move half of all tokens.
+
+        A mover that moves little would prove little.
+        """
+        assert not self.counters["tokens_dropped"]
+        passes = [each for result in self.results.values() for each in result.passes]
+        moved = [event.moved for events in passes for event in events]
+        assert sum(moved) / len(moved) >= 0.5
+        assert {event.survivors.shape[:2] for event in self.events} == {heads}
+
     def check_answers(self, stock: "Run", most: float = 1e-3) -> None:
         """Check that tokens are those of a stock run, log-probabilities within `most`.
 
-        Prompts of the jobs must differ, so that no two answers are alike.
+        Prompts of the jobs must differ, so that no two answers are alike. Aborts fall
+        on whole steps, so lengths agree, too.
         """
         assert self.tokens == stock.tokens
-        assert len({tuple(tokens) for tokens in stock.tokens.values()}) == len(
-            stock.tokens
-        )
+        answers = {tuple(tokens) for tokens in stock.tokens.values()}
+        assert len(answers) == len(stock.tokens)
         for name, result in self.results.items():
             pairs = zip(result.logprobs, stock.results[name].logprobs, strict=True)
             for token, (ours, theirs) in zip(result.tokens, pairs, strict=True):
@@ -170,7 +194,8 @@ def jobs_of(
 ) -> list[Job]:
     """Return a job per policy and prompt length, named `POLICY LENGTH`.
 
-    All policies answer the same prompts; `fields` are further fields of Job.
+    All policies answer the same prompts; `OWN` stands for the server's own policy, and
+    `fields` are further fields of Job.
     """
     names = list(names)
     return [
@@ -178,11 +203,41 @@ def jobs_of(
             f"{name} {length}",
             make_prompt(length, length),
             max_tokens,
-            extra_args={"kv_policy": name},
+            extra_args=None if name == OWN else {"kv_policy": name},
             **fields,
         )
         for length in lengths
         for name in names
+    ]
+
+
+def one_job_each(
+    names: Sequence[str],
+    lengths: Sequence[int],
+    max_tokens: int,
+    seed: int = 7000,
+    make: Callable[[int, int], Prompt] = make_prompt,
+    **fields: Any,
+) -> list[Job]:
+    """Return a job per policy, named like it, with a prompt of its own.
+
+    Args:
+        names: of policies.
+        lengths: of prompts, again and again.
+        max_tokens: of each.
+        seed: of the first prompt; the others follow by one.
+        make: makes a prompt of a seed and a length.
+        **fields: further fields of Job.
+    """
+    return [
+        Job(
+            name,
+            make(seed + number, lengths[number % len(lengths)]),
+            max_tokens,
+            extra_args={"kv_policy": name},
+            **fields,
+        )
+        for number, name in enumerate(names)
     ]
 
 
@@ -344,9 +399,10 @@ class Engine:
         self.scheduler._preempt_request = counted
 
     def tell_worker_of_the_last_finish(self) -> None:
-        """Run the empty step in which vLLM passes on which requests finished."""
-        if self.scheduler.has_requests():
-            self.core.step_fn()
+        """Run the empty steps in which vLLM passes on which requests finished."""
+        for _ in range(3):  # of which two may be under way
+            if self.scheduler.has_requests() or self.core.batch_queue:
+                self.core.step_fn()
 
     def close(self) -> None:
         """Shut the engine down; the counters file goes with it.
@@ -380,8 +436,17 @@ class Engine:
                 on_step(self)
         return session.finish()
 
-    def _new_records(self) -> dict[str, list[list[Record]]]:
-        return {} if self.trace is None else read_records(self.trace, self._read)
+
+def serve(
+    model: Path,
+    policy: dict[str, Any] | None,
+    jobs: Iterable[Job],
+    *args: Any,
+    **kw: Any,
+) -> Run:
+    """Run jobs on an engine of their own; further arguments are those of `Engine`."""
+    with Engine(model, policy, *args, **kw) as engine:
+        return engine.run(jobs)
 
 
 def keep_kernels() -> None:
@@ -502,6 +567,7 @@ class Session:
         self.outputs: dict[str, Any] = {}
         self.steps = 0
         self._preemptions_before = engine._preemptions
+        self._free_before = engine.num_free
 
     def step(self) -> bool:
         """Add what arrives, step the engine; False when there is nothing left."""
@@ -543,41 +609,35 @@ class Session:
         self.jobs[request_id] = job
 
     def finish(self) -> Run:
-        """Return what the jobs gave."""
-        records, passes = self.engine._new_records(), self.engine._passes
+        """Return what the jobs gave; nothing is left of them in the engine."""
+        engine = self.engine
+        assert engine.num_free == self._free_before, "superblocks are lost"
+        has_policy = hasattr(engine.scheduler, "kv_policy_planner")
+        assert not (has_policy and engine.scheduler.kv_policy_planner.states)
+        trace = engine.trace
+        records = {} if trace is None else read_records(trace, engine._read)
         results = {
-            job.name: _result(
-                job,
-                self.outputs[job.name],
-                passes.split(request_id, sum(records.get(request_id, []), [])),
-                passes.split(request_id, passes.record[request_id]),
-                passes.tokens.get(request_id, []),
-            )
+            job.name: self._result(request_id, job, records.get(request_id, []))
             for request_id, job in self.jobs.items()
             if job.name in self.outputs
         }
-        preemptions = self.engine._preemptions - self._preemptions_before
-        return Run(results, self.steps, preemptions)
+        preemptions = engine._preemptions - self._preemptions_before
+        counters = engine.counters() if has_policy else {}
+        return Run(results, self.steps, preemptions, counters)
 
-
-def _result(
-    job: Job,
-    output: Any,
-    passes: list[list[Record]],
-    record: list[list[Cut]],
-    computed_in: list[int],
-) -> Result:
-    completion = output.outputs[0]
-    prompt_logprobs = (output.prompt_logprobs or [])[1:]
-    return Result(
-        job=job,
-        tokens=list(completion.token_ids),
-        logprobs=[_plain(entry) for entry in completion.logprobs],
-        prompt_logprobs=[_plain(entry) for entry in prompt_logprobs],
-        passes=passes,
-        record=record,
-        computed_in=computed_in,
-    )
+    def _result(self, request_id: str, job: Job, records: list[list[Record]]) -> Result:
+        output, passes = self.outputs[job.name], self.engine._passes
+        completion = output.outputs[0]
+        prompt_logprobs = (output.prompt_logprobs or [])[1:]
+        return Result(
+            job=job,
+            tokens=list(completion.token_ids),
+            logprobs=[_plain(entry) for entry in completion.logprobs],
+            prompt_logprobs=[_plain(entry) for entry in prompt_logprobs],
+            passes=passes.split(request_id, sum(records, [])),
+            record=passes.split(request_id, passes.record[request_id]),
+            computed_in=passes.tokens.get(request_id, []),
+        )
 
 
 def _plain(entry: dict[int, Any]) -> dict[int, float]:
