@@ -19,7 +19,6 @@ DEAREST = (
     "engine/test_tensor_parallel.py",
     "v2_runner/test_v2_runner.py",
     "engine/test_float8.py",
-    "engine/test_float8_admissions.py",
     "engine/test_combinations.py",
     "engine/test_sliding_together.py",
     "serve/test_http.py",
