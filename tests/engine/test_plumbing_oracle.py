@@ -1,7 +1,7 @@
 """Every word of the package on one server: what it selects, and what it answers.
 
 Requests choose their policies by name; chunked prompts, events inside prompts and
-preemptions included, or events that are called for, or an FP8 cache with scales. See
+preemptions included, or events that are called for, or FP8 caches with scales. See
 oracle_plumbing and oracle_replay.
 """
 
@@ -43,27 +43,28 @@ BASE = {
 }
 ENGINE = {"max_num_batched_tokens": 128, "max_model_len": 832}
 ALL = covering(evictions())
-FP8 = "fp8"
 # With `always` requests preempt each other.
 POOLS: dict[str, dict[str, Any]] = {
     ALWAYS: {"num_blocks": 60, "foresees": False},
     PRESSURE: {"num_blocks": 120},
-    FP8: {"num_blocks": 1500, "kv_cache_dtype": FP8},
+    "fp8": {"num_blocks": 1500, "kv_cache_dtype": "fp8"},
+    "fp8_e5m2": {"num_blocks": 120, "kv_cache_dtype": "fp8_e5m2"},
 }
-MARKS = {FP8: needs_float8}
+CALLED = PRESSURE, "fp8_e5m2"
 CASES = [
-    pytest.param(case, name, marks=MARKS.get(case, ()))
+    pytest.param(case, name, marks=needs_float8 if case in STORED else ())
     for case in POOLS
     for name in ALL
 ]
 # The model's keys all have one length, which sees ties only, but for what FP8 rounds.
-UNTIED = [each for each in CASES if FP8 in each.values or "knorm" not in each.values[1]]
+UNTIED = [each for each in CASES if each.marks or "knorm" not in each.values[1]]
 
 
 @dataclass
 class Served:
     """What a server gave, its configuration, and what an FP8 cache stored, by name."""
 
+    case: str
     run: Run
     config: KVPolicyConfig
     stored: dict[str, torch.Tensor]
@@ -73,7 +74,7 @@ class Served:
         if not self.stored:
             return plain
         decoder = copy(plain)
-        decoder.cached = RoundedCache(STORED[FP8], self.stored[name], SCALES)
+        decoder.cached = RoundedCache(STORED[self.case], self.stored[name], SCALES)
         return decoder
 
 
@@ -91,19 +92,20 @@ def server(tiny_model: Path, decoder, tmp_path_factory) -> Serve:
         for scorer in ("triattention", "qfilter"):
             options |= options_for(scorer, trace, 2, 2, 2, 32)
         values = {"policy": ALL[0], **BASE, "policy_config": options}
-        values["events"] = PRESSURE if case == PRESSURE else ALWAYS
+        values["events"] = PRESSURE if case in CALLED else ALWAYS
         jobs = one_job_each(ALL, (37, 180, 300, 430), 290, prompt_logprobs=True)
         changes, config = {**ENGINE, **POOLS[case]}, config_of(values)
-        if case != FP8:
-            return Served(serve(tiny_model, values, jobs, trace, **changes), config, {})
+        if case not in STORED:
+            run = serve(tiny_model, values, jobs, trace, **changes)
+            return Served(case, run, config, {})
         with scaled_cache(SCALES):
             engine = Engine(tiny_model, values, trace, **changes)
         with engine:
-            check_storage(engine, FP8)
+            check_storage(engine, case)
             scales = engine.runtime.compactor.pool.float8.scales
             assert tuple(map(tuple, scales.values())) == SCALES
             run, stored = run_and_see(engine, jobs, decoder)
-        return Served(run, config, stored)
+        return Served(case, run, config, stored)
 
     return served
 

@@ -20,7 +20,6 @@ DEAREST = (
     "v2_runner/test_v2_runner.py",
     "engine/test_float8.py",
     "engine/test_combinations.py",
-    "engine/test_sliding_together.py",
     "serve/test_http.py",
     "serve/test_live.py",
     "serve/test_two_nodes.py",
