@@ -3,18 +3,14 @@
 Each of them imports it by name; it is `knorm` under another name and gives its tokens.
 """
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from support.engine.helpers import engine_arguments, make_jobs, read_records
+from support.engine.run_multiprocess import run_apart
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = "support.engine.run_multiprocess"  # a module, run within TESTS
 OWN = """
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 
@@ -37,22 +33,9 @@ def test_every_process_imports_it_by_name(tiny_model: Path, tmp_path: Path) -> N
         "max_tokens": job.max_tokens,
         "extra_args": [{"kv_policy": name} for name in NAMES],
     }
-    spec, out = tmp_path / "spec.json", tmp_path / "out.json"
-    spec.write_text(json.dumps([asked]))
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(spec), str(out)],
-        cwd=TESTS,
-        env={
-            **os.environ,
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (found,) = json.loads(out.read_text())
+    path = os.pathsep.join(filter(None, paths))
+    (found,) = run_apart([asked], tmp_path, PYTHONPATH=path)
     assert found["processes"] >= 2 and found["counters"]["events"] >= 4
     assert found["tokens"][0] == found["tokens"][1]
     records = read_records(tmp_path / "trace", set())

@@ -3,10 +3,6 @@
 Everything that a policy needs then travels in messages.
 """
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +10,14 @@ import numpy as np
 import pytest
 
 from support.engine.helpers import (
-    Engine,
     Run,
     engine_arguments,
     make_jobs,
     read_records,
+    serve,
 )
+from support.engine.run_multiprocess import run_apart
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = "support.engine.run_multiprocess"  # a module, run within TESTS
 VALUES = {"budget": 110, "interval": 40, "prefill_interval": 256}
 POLICIES = ("identity", "ams-snapkv")
 JOBS = make_jobs((40, 150, 300, 600), 200, seed=40)
@@ -38,7 +33,6 @@ def traces(tmp_path_factory) -> dict[str, Path]:
 def apart(tiny_model: Path, tmp_path_factory, traces) -> dict[str, dict[str, Any]]:
     """What each policy gives with several processes."""
     folder = tmp_path_factory.mktemp("apart")
-    spec, out = folder / "spec.json", folder / "out.json"
     prompts = [job.prompt for job in JOBS]
     specs = []
     for name in POLICIES:
@@ -46,16 +40,7 @@ def apart(tiny_model: Path, tmp_path_factory, traces) -> dict[str, dict[str, Any
         arguments = engine_arguments(tiny_model, values, traces[name])
         fields = {"prompts": prompts, "max_tokens": JOBS[0].max_tokens}
         specs.append({"arguments": arguments, **fields})
-    spec.write_text(json.dumps(specs))
-    done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(spec), str(out)],
-        cwd=TESTS,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(POLICIES, json.loads(out.read_text()), strict=True))
+    return dict(zip(POLICIES, run_apart(specs, folder), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +50,7 @@ def one_process(tiny_model: Path, tmp_path_factory) -> dict[str | None, Run]:
     for name in (None, "ams-snapkv"):
         values = name and {"policy": name, **VALUES}
         trace = tmp_path_factory.mktemp("one") if name else None
-        with Engine(tiny_model, values, trace) as engine:
-            runs[name] = engine.run(JOBS)
+        runs[name] = serve(tiny_model, values, JOBS, trace)
     return runs
 
 
