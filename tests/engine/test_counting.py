@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
+from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs, serve
 from support.engine.simulator import Simulation
 from support.engine.simulator_engine import random_scenario
 from support.sweeps import trials
@@ -123,9 +123,7 @@ def test_stock_counts_what_whole_requests_hold(tiny_model):
 def test_requests_under_a_policy_hold_what_their_footprint_says(tiny_model):
     values = {"policy": "snapkv", "budget": 128, "interval": 64}
     jobs = make_jobs((40, 100, 200), 170, seed=4)
-    with Engine(tiny_model, values) as engine:
-        engine.run(jobs)
-        found = engine.counters()
+    found = serve(tiny_model, values, jobs).counters
     lengths = [len(job.prompt) + job.max_tokens - 1 for job in jobs]
     peaks = [
         footprint_of(values, job).peak_blocks(length)

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engine.helpers import BLOCK, Engine, Session, config_of, make_jobs
+from support.engine.helpers import BLOCK, Engine, Session, config_of, make_jobs, serve
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
-from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import some
 
 VALUES = {"policy": "snapkv", "budget": 128, "interval": 64, "prefill_interval": 256}
@@ -18,14 +17,8 @@ LENGTHS = (60, 200, 350)
 
 
 @pytest.fixture(scope="module")
-def decoder(tiny_model: Path) -> ReferenceDecoder:
-    return ReferenceDecoder(tiny_model)
-
-
-@pytest.fixture(scope="module")
 def stock_tokens(tiny_model: Path) -> dict[str, list[int]]:
-    with Engine(tiny_model) as engine:
-        return engine.run(make_jobs(LENGTHS, 140, seed=20)).tokens
+    return serve(tiny_model, None, make_jobs(LENGTHS, 140, seed=20)).tokens
 
 
 @pytest.fixture(scope="module")
@@ -76,9 +69,8 @@ def test_a_protected_prompt_stays(
 ) -> None:
     values = {**VALUES, "policy": policy, "protect_prompt": True, "budget": 96}
     values["interval"] = 40
-    with Engine(tiny_model, values, tmp_path) as engine:
-        results = engine.run(make_jobs((50, 130, 310), 190, seed=22)).results
-    for result in results.values():
+    jobs = make_jobs((50, 130, 310), 190, seed=22)
+    for result in serve(tiny_model, values, jobs, tmp_path).results.values():
         assert len(result.events) >= 2
         prompt = np.arange(len(result.job.prompt))
         for event in result.events:

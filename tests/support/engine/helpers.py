@@ -51,6 +51,7 @@ class Job:
         extra_args: the request's own knobs.
         prompt_logprobs: ask for log-probabilities of the prompt too.
         lora: the adapter's request of vLLM's, None for the plain model.
+        priority: the more urgent, the smaller.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Job:
     extra_args: dict[str, Any] | None = None
     prompt_logprobs: bool = False
     lora: Any = None
+    priority: int = 0
 
 
 class Record(EventRecord):
@@ -605,6 +607,7 @@ class Session:
             TokensPrompt(prompt_token_ids=job.prompt),
             params,
             lora_request=job.lora,
+            priority=job.priority,
         )
         self.jobs[request_id] = job
 
