@@ -350,7 +350,8 @@ def test_hits_that_are_cut_find_their_windows(model_config: ModelConfig):
 
 
 # Two requests hold the pool when an event is due that drops less than a superblock.
-FULL = Scenario(
+FULL = replace(
+    AGING,
     policy={
         "policy": "streaming",
         "budget": 310,
@@ -361,11 +362,7 @@ FULL = Scenario(
         "events_per_step": 3,
         "spread_events": False,
     },
-    depth=1,
-    block_size=16,
     spare=0.5,
-    max_num_seqs=8,
-    max_batched=300,
     long_prefill=48,
     priorities=False,
     longest=400,
@@ -373,6 +370,8 @@ FULL = Scenario(
     aborts=0.05,
     stops=0.01,
     seed=1673505965,
+    caching=False,
+    resets=0.0,
     drafts=24,
 )
 
@@ -540,29 +539,18 @@ def test_resets_of_running_requests(policy: str, depth: int, model_config: Model
 
 # Two engines on which every wrong message has something to break: little memory, many
 # requests that grow, and windows that overlap.
-TIGHT = Scenario(
-    policy={
-        "policy": "ams-tova",
-        "budget": 300,
-        "interval": 40,
-        "recent": 20,
-        "sinks": 3,
-        "prefill_interval": 64,
-        "events_per_step": 3,
-    },
+TIGHT = replace(
+    AGING,
+    policy={**AGING.policy, "policy": "ams-tova", "budget": 300},
     depth=2,
-    block_size=16,
-    spare=0.8,
-    max_num_seqs=8,
-    max_batched=300,
-    long_prefill=0,
     priorities=False,
     longest=2000,
     arrivals=0.5,
     aborts=0.003,
-    stops=0.001,
-    seed=3,
+    caching=False,
     foresees=False,
+    resets=0.0,
+    drafts=0,
 )
 MOVING = replace(
     TIGHT,
@@ -587,28 +575,25 @@ def test_answers_that_never_come_do_no_harm(model_config, monkeypatch):
     assert totals["superblocks trimmed"] == 0 and totals["events with surplus"] > 20
 
 
-def reverse_destinations(commands: StepCommands) -> StepCommands:
-    """Name the right destinations in the wrong order."""
-    events = [replace(e, dest_blocks=e.dest_blocks[::-1]) for e in commands.events]
-    return replace(commands, events=tuple(events))
+Tamper = Callable[[StepCommands], StepCommands]
 
 
-def reverse_events(commands: StepCommands) -> StepCommands:
-    """Take blocks before they are freed."""
-    return replace(commands, events=commands.events[::-1])
+def events(change: Callable[[Any], dict[str, Any]]) -> Tamper:
+    """Return what changes fields of all events of a step."""
+    return lambda commands: replace(
+        commands, events=tuple(replace(e, **change(e)) for e in commands.events)
+    )
 
 
-def drop_an_event(commands: StepCommands) -> StepCommands:
-    """Lose the step's last event."""
-    return replace(commands, events=commands.events[:-1])
-
-
-def move_frontier(commands: StepCommands) -> StepCommands:
-    """Call one block of local tokens global."""
-    events = [
-        replace(e, frontier_blocks=e.frontier_blocks + 1) for e in commands.events
-    ]
-    return replace(commands, events=tuple(events))
+def captures(change: Callable[[Any, Any], dict[str, Any]]) -> Tamper:
+    """Return what changes fields of all captures of a step, given the first of them."""
+    return lambda commands: replace(
+        commands,
+        captures=tuple(
+            replace(each, **change(each, commands.captures[0]))
+            for each in commands.captures
+        ),
+    )
 
 
 def swap_requests(commands: StepCommands) -> StepCommands:
@@ -623,36 +608,42 @@ def swap_requests(commands: StepCommands) -> StepCommands:
     return replace(commands, events=(*swapped, *rest))
 
 
-def shift_windows(commands: StepCommands) -> StepCommands:
-    """Capture one token too early wherever there is one."""
-    captures = [
-        replace(c, first_token=max(c.first_token - 1, 0)) for c in commands.captures
-    ]
-    return replace(commands, captures=tuple(captures))
+WRONG_ORDER = events(lambda e: {"dest_blocks": e.dest_blocks[::-1]})
+# Blocks are taken before they are freed; a step's last event is lost; a block of local
+# tokens is called global; tokens are captured one too early; requests share a window.
+WRONG_MESSAGES: list[tuple[Tamper, Scenario, str]] = [
+    (WRONG_ORDER, TIGHT, "sources"),
+    (WRONG_ORDER, MOVING, "sources"),
+    (
+        lambda commands: replace(commands, events=commands.events[::-1]),
+        MOVING,
+        "sources|local|strangers",
+    ),
+    (
+        lambda commands: replace(commands, events=commands.events[:-1]),
+        TIGHT,
+        "event missing|moved window",
+    ),
+    (
+        events(lambda e: {"frontier_blocks": e.frontier_blocks + 1}),
+        TIGHT,
+        "wrong frontier",
+    ),
+    (swap_requests, TIGHT, "sources|keeps"),
+    (
+        captures(lambda c, _: {"first_token": max(c.first_token - 1, 0)}),
+        TIGHT,
+        "window",
+    ),
+    (
+        captures(lambda _, first: {"window_blocks": first.window_blocks}),
+        TIGHT,
+        "window",
+    ),
+]
 
 
-def share_a_window(commands: StepCommands) -> StepCommands:
-    """Let all requests write the same window."""
-    captures = [
-        replace(c, window_blocks=commands.captures[0].window_blocks)
-        for c in commands.captures
-    ]
-    return replace(commands, captures=tuple(captures))
-
-
-@pytest.mark.parametrize(
-    "tamper, scenario, message",
-    [
-        (reverse_destinations, TIGHT, "sources"),
-        (reverse_destinations, MOVING, "sources"),
-        (reverse_events, MOVING, "sources|local|strangers"),
-        (drop_an_event, TIGHT, "event missing|moved window"),
-        (move_frontier, TIGHT, "wrong frontier"),
-        (swap_requests, TIGHT, "sources|keeps"),
-        (shift_windows, TIGHT, "window"),
-        (share_a_window, TIGHT, "window"),
-    ],
-)
+@pytest.mark.parametrize(("tamper", "scenario", "message"), WRONG_MESSAGES)
 def test_notices_a_wrong_message(tamper, scenario, message, model_config):
     with pytest.raises(SimulationFailure, match=message):
         Simulation(scenario, model_config, tamper).run(800)

@@ -10,6 +10,14 @@ from aiohttp import web
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def counters_text(counters: Mapping[str, float]) -> str:
+    """Return counters of one engine as Prometheus text."""
+    return "".join(
+        f'# TYPE {name} counter\n{name}_total{{engine="0"}} {value}\n'
+        for name, value in counters.items()
+    )
+
+
 @contextmanager
 def serve_handlers(
     path: str,
