@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.calibration_files import make_calibration, options_for
+from support.calibration_files import options_for
 from support.engine.async_on_cpu import allow_async_scheduling
 from support.engine.dms_decoder import say_dms
 from support.engine.helpers import (
@@ -49,12 +49,9 @@ ADMITTING += ("local", "snapkv+quest", "tova+quest", "kvzap", "kvzap+ams-tova")
 
 def server(allowed: list[str], folder: Path) -> dict[str, Any]:
     """Return the configuration of a server that offers some policies by name."""
-    options: dict[str, Any] = {}
-    for kind in ("triattention", "qfilter"):
-        path = folder / f"{kind}.safetensors"
-        make_calibration(kind, LAYERS, HEADS, 2, SIZE).save(path)
-        options[f"{kind}_calibration"] = str(path)
-    options |= OPTIONS | options_for("wgkv", folder, LAYERS, HEADS, 2, SIZE)
+    options: dict[str, Any] = {**OPTIONS}
+    for name in ("triattention", "qfilter", "wgkv"):
+        options |= options_for(name, folder, LAYERS, HEADS, 2, SIZE)
     pattern = write_pattern(folder / "duo", [[0.1, 0.9], [0.8, 0.2]], 4, WINDOW)
     options["duo_pattern"] = str(pattern)
     surrogate = write_surrogate(folder / "kvzap", LAYERS, HEADS, 64, None)
