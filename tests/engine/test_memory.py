@@ -10,7 +10,6 @@ from support.engine.helpers import (
     BLOCK,
     Engine,
     Job,
-    Session,
     footprint_of,
     make_jobs,
     make_prompt,
@@ -145,10 +144,7 @@ def numbers_of(model: Path, policy: dict[str, Any] | None, jobs: list[Job]):
         engine.scheduler.make_stats = noting
         read = {}
         for job in jobs:
-            session = Session(engine, [job])
-            while session.step():
-                pass
-            output = session.outputs[job.name]
+            output = engine.run([job]).results[job.name].output
             counted = output.num_cached_tokens, output.num_cache_creation_tokens
             read[job.name] = counted
     stats = [each.prefix_cache_stats for each in told]

@@ -14,6 +14,7 @@ from support.engine.helpers import (
     Run,
     make_prompt,
     most_hit,
+    serve_again,
     watch_hits,
 )
 from support.engine.tensor_parallel import compare
@@ -87,18 +88,13 @@ def in_crowds(request) -> Callable[..., Served]:
         jobs = jobs_of(tuple(BUDGETS), is_stock=True) * 3
         jobs = [replace(job, name=f"{n}") for n, job in enumerate(jobs)]
         changes = {**TIGHT, "num_blocks": NUM_BLOCKS[kind]}
-        found = Served([], [], values or {})
-        with Engine(
-            request.getfixturevalue(kind), values, enable_prefix_caching=True, **changes
-        ) as engine:
-            for _ in range(2):
-                hits = watch_hits(engine)
-                found.runs.append(engine.run(jobs))
-                found.hits.append(Counter(hits))
-            if policy:
-                counted = found.runs[-1].counters
-                assert (counted["events"] > 20) == (policy == "identity")
-                assert not counted["tokens_dropped"]
+        changes["enable_prefix_caching"] = True
+        model = request.getfixturevalue(kind)
+        found = Served(*serve_again(model, values, jobs, **changes), values or {})
+        if policy:
+            counted = found.runs[-1].counters
+            assert (counted["events"] > 20) == (policy == "identity")
+            assert not counted["tokens_dropped"]
         return found
 
     return served
@@ -126,7 +122,7 @@ def in_peace(request, tmp_path_factory) -> Callable[..., Served]:
             for given, on_step in times if is_caching else times[:1]:
                 hits = watch_hits(engine)
                 found.runs.append(engine.run(given, on_step))
-                found.hits.append(Counter(hits))
+                found.hits.append(hits)
         return found
 
     return served

@@ -93,6 +93,7 @@ class Result:
         passes: the request's events, one list for each time it was (re)computed.
         record: of the same events, what the scheduler has told the worker.
         computed_in: per generated token, the index of the pass that it comes from.
+        output: vLLM's own, as a user gets it.
     """
 
     job: Job
@@ -102,6 +103,7 @@ class Result:
     passes: list[list[Record]] = field(default_factory=list)
     record: list[list[Cut]] = field(default_factory=list)
     computed_in: list[int] = field(default_factory=list)
+    output: Any = None
 
     @property
     def all_tokens(self) -> Prompt:
@@ -451,6 +453,22 @@ def serve(
         return engine.run(jobs)
 
 
+def serve_again(
+    model: Path,
+    policy: dict[str, Any] | None,
+    jobs: Iterable[Job],
+    times: int = 2,
+    **changes: Any,
+) -> tuple[list[Run], list[Counter[str]]]:
+    """Run the same jobs several times on one engine; return runs and hits of each."""
+    runs, counts, jobs = [], [], list(jobs)
+    with Engine(model, policy, **changes) as engine:
+        for _ in range(times):
+            counts.append(watch_hits(engine))
+            runs.append(engine.run(jobs))
+    return runs, counts
+
+
 def keep_kernels() -> None:
     """Let vLLM replace kernels for its first engine in this process alone.
 
@@ -464,10 +482,10 @@ def keep_kernels() -> None:
 
 
 def watch_hits(engine: Engine) -> Counter[str]:
-    """Count from now on how many tokens each job takes from the cache."""
+    """Count the tokens that each job takes from the cache until the next call."""
     hits: Counter[str] = Counter()
     manager = engine.scheduler.kv_cache_manager
-    record = manager.record_prefix_cache_stats
+    record = type(manager).record_prefix_cache_stats.__get__(manager)
 
     def recorded(request: Any, num_hits: int) -> None:
         hits[request.request_id.rsplit("-", 1)[0]] += num_hits
@@ -640,6 +658,7 @@ class Session:
             passes=passes.split(request_id, sum(records, [])),
             record=passes.split(request_id, passes.record[request_id]),
             computed_in=passes.tokens.get(request_id, []),
+            output=output,
         )
 
 
