@@ -420,13 +420,19 @@ def test_notices_a_scheduler_that_ages(model_config, monkeypatch):
     assert age("ams-tova", 1500, model_config)[1] > MOST_GROWTH
 
 
+def tova_scheduler(model_config: ModelConfig, **values: Any) -> Any:
+    """Return a scheduler of `tova`, of which two requests may run."""
+    policy = {"policy": "tova", "budget": 128, "interval": 64, **values}
+    scenario = random_scenario("tova", 1, 0)
+    scenario = replace(scenario, policy=policy, longest=400, max_num_seqs=2)
+    return make_scheduler(scenario, model_config)
+
+
 def first_positions(
     model_config: ModelConfig, requests: list[Request], **values: Any
 ) -> Any:
     """Return the position of each request's first event, from the real scheduler."""
-    policy = {"policy": "tova", "budget": 128, "interval": 64, **values}
-    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
-    scheduler = make_scheduler(scenario, model_config)
+    scheduler = tova_scheduler(model_config, **values)
     for request in requests:
         scheduler.add_request(request)
     states = scheduler.kv_policy_planner.states
@@ -471,9 +477,7 @@ def test_the_positions_follow_from_what_a_request_asks(model_config):
 
 def test_a_plan_has_the_budget_that_a_request_asks_for(model_config):
     """Without the prompt, which this policy keeps on top of it."""
-    policy = {"policy": "tova", "budget": 128, "interval": 64, "protect_prompt": True}
-    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
-    scheduler = make_scheduler(scenario, model_config)
+    scheduler = tova_scheduler(model_config, protect_prompt=True)
     less = request_of("less", [1, 2, 3])
     less.sampling_params.extra_args = {"kv_budget": 96, "kv_interval": 48}
     for request in (less, request_of("all", [1, 2, 3])):
@@ -502,9 +506,7 @@ def test_steps_that_defer_prompts(policy: str, depth: int, model_config: ModelCo
 
 def test_nobody_overtakes_a_request_that_waits_for_room(model_config: ModelConfig):
     """vLLM 0.33 looks at the next waiting request where 0.32 ends the step."""
-    policy = {"policy": "tova", "budget": 128, "interval": 64}
-    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
-    scheduler = make_scheduler(replace(scenario, max_num_seqs=2), model_config)
+    scheduler = tova_scheduler(model_config)
     first, second = (request_of(name, [1, 2, 3]) for name in "ab")
     for request in (first, second):
         scheduler.add_request(request)
