@@ -11,12 +11,11 @@ from shutil import copy, copytree
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from support.engine.admissions import follow_all
-from support.engine.dms_decoder import DmsDecoder, dropped, say_dms
+from support.engine.dms_decoder import DmsDecoder, say_dms
 from support.engine.helpers import Engine, Run, make_jobs, serve
 from support.engine.oracle_replay import check_replay
 from support.made_adapters import make_adapter
@@ -37,13 +36,11 @@ def borrowing_model(model: Path) -> Path:
     return model
 
 
-def run(
-    model: Path, trace: Path, extra_args: dict[str, Any] | None = None, **policy: Any
-) -> Run:
+def run(model: Path, trace: Path, **policy: Any) -> Run:
     """Return the run of an engine whose pool is too small."""
     values = {**BASE, "policy": "dms", **policy}
     limits = {"max_num_batched_tokens": 96, "max_model_len": 416, "foresees": False}
-    jobs = make_jobs((300, 170), 60, extra_args=extra_args, prompt_logprobs=True)
+    jobs = make_jobs((300, 170), 60, prompt_logprobs=True)
     return serve(model, values, jobs, trace, 14, **limits)
 
 
@@ -106,16 +103,6 @@ def test_survivors_are_those_of_an_adapter(tiny_model: Path, tmp_path: Path) -> 
     check(DmsDecoder(tiny_model, adapter.stacked(), 50.0, 2.5), found, 1)
 
 
-def test_a_request_without_policy_keeps_everything(
-    borrowing_model: Path, tmp_path: Path
-) -> None:
-    """Its attention does not see the borrowed channel either."""
-    found = run(borrowing_model, tmp_path, {"kv_policy": "none"})
-    for result in found.results.values():
-        assert not result.events
-        check_replay(DmsDecoder(borrowing_model), result)
-
-
 def test_a_window_that_holds_everything_drops_nothing(
     model: Path, tmp_path: Path
 ) -> None:
@@ -133,12 +120,6 @@ def test_a_borrowing_model_is_refused_without_its_policy(
 ) -> None:
     with pytest.raises(ValueError, match="add --kv-policy dms --kv-recent 40"):
         Engine(borrowing_model, policy)
-
-
-def test_dropped_follows_the_successor() -> None:
-    logits = torch.tensor([[[1.0, -1.0, 1.0]]])
-    assert dropped(logits, 1).tolist() == [[[False, True, False]]]
-    assert dropped(logits, 0).tolist() == [[[True, False, True]]]
 
 
 def test_a_checkpoint_with_adapters_serves_them(

@@ -29,6 +29,7 @@ from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.tiny_model import make_tiny_model
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 
@@ -62,6 +63,14 @@ class Scenario:
 SIZES = {"budget": 110, "interval": 56, "prefill_interval": 256}
 SIZES |= {"recent": 40, "sinks": 7}
 ROOM = {"max_num_batched_tokens": 96, "max_model_len": 640}
+# What can go wrong at once: a budget that is no multiple of a page, events inside
+# prompts, prompts in chunks, a pool that forces preemptions.
+TIGHT = Scenario(
+    names=POLICIES + (MOVERS if sweeps.every_name else ()),
+    policy=SIZES,
+    lengths=(40, 170, 420),
+    engine={**ROOM, "num_blocks": 44, "foresees": False},
+)
 # A pool in which not all fit whole, and events when the scheduler calls for them.
 SHORT = Scenario(
     names=("tova", "snapkv", "ams-snapkv"),
@@ -71,14 +80,7 @@ SHORT = Scenario(
     engine={**ROOM, "num_blocks": 60},
 )
 SCENARIOS = {
-    # What can go wrong at once: a budget that is no multiple of a page, events inside
-    # prompts, prompts in chunks, a pool that forces preemptions.
-    "tight": Scenario(
-        names=POLICIES + (MOVERS if sweeps.every_name else ()),
-        policy=SIZES,
-        lengths=(40, 170, 420),
-        engine={**ROOM, "num_blocks": 44, "foresees": False},
-    ),
+    "tight": TIGHT,
     # 40 + 153 tokens end right before an event, 41 + 153 right after it; so that they
     # do, events are not spread.
     "aligned": Scenario(
@@ -112,6 +114,7 @@ SCENARIOS = {
     "short, async": replace(
         SHORT, is_async=True, policy={**SHORT.policy, "ceiling": 190}
     ),
+    "tight, async": replace(TIGHT, is_async=True),
     # Requests without a bound take what they want, and preempt others.
     "neighbours": replace(
         SHORT,
@@ -165,6 +168,8 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
                 allow_async_scheduling(patch)
             with Engine(model, values, folder / "trace", **case.engine) as engine:
                 assert (engine.core.batch_queue is not None) == case.is_async
+                scheduler = compat.SCHEDULER_CLASSES[case.is_async].rpartition(".")[2]
+                assert type(engine.scheduler).__name__ == scheduler
                 run = engine.run(jobs)
                 if case.is_warm:
                     run = engine.run(jobs)

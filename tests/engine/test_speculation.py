@@ -123,12 +123,6 @@ def test_drafts_save_steps(served) -> None:
     assert drafting.steps < 0.8 * plain.steps
 
 
-@pytest.mark.parametrize("name", ["ams-tova", "hard-snapkv"])
-def test_answers_follow_from_the_survivors(served, tiny_model: Path, name) -> None:
-    """The replay oracle knows nothing of drafts."""
-    check_replay(ReferenceDecoder(tiny_model), served[1].results[name])
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_events_on_call_are_those_of_the_references(
     tiny_model: Path, tmp_path: Path, method: dict[str, Any]
