@@ -24,9 +24,6 @@ def write_lora(folder: Path, model: Path, seed: int) -> Path:
         folder: to write into; made if it is not there.
         model: folder of `make_tiny_model`.
         seed: of the weights, which are large enough to change greedy answers at once.
-
-    Returns:
-        The folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)

@@ -27,15 +27,7 @@ if sweeps.every_name:
 def serve(
     model: Path, folder: Path, names: list[str], read: int, num_blocks: int = 400
 ) -> Run:
-    """Run a server that offers policies, the first one by default.
-
-    Args:
-        model: folder.
-        folder: for gates and events.
-        names: policies, also none.
-        read: tokens that a step of Quest reads.
-        num_blocks: superblocks.
-    """
+    """Run a server that offers policies, the first one by default."""
     options: dict[str, Any] = {"quest_budget": read}
     if any("wgkv" in name for name in names):
         path = folder / "gates.safetensors"

@@ -47,11 +47,7 @@ class Nothing:
 
 @dataclass
 class Weights:
-    """One update.
-
-    Args:
-        path: a .safetensors file with all weights.
-    """
+    """One update."""
 
     path: str
 

@@ -55,13 +55,7 @@ def jobs_of(names: tuple[str, ...], is_stock: bool = False) -> list[Job]:
 
 @dataclass
 class Served:
-    """What an engine gave.
-
-    Args:
-        runs: the same requests, time after time.
-        hits: tokens that each request took from the prefix cache, in each of them.
-        values: the plain form of the policy.
-    """
+    """What an engine gave."""
 
     runs: list[Run]
     hits: list[Counter[str]]

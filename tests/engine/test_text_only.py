@@ -25,13 +25,6 @@ def make_multimodal(folder: Path, text_model: Path) -> Path:
 
     Its text part rotates with M-RoPE, where each token has a position in time, height
     and width; the three are equal in text. There are no weights for images.
-
-    Args:
-        folder: to write; not there yet.
-        text_model: folder of `make_tiny_model`.
-
-    Returns:
-        The folder.
     """
     shutil.copytree(text_model, folder)
     place = folder / "config.json"

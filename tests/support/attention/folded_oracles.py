@@ -25,12 +25,7 @@ GRAPHS = {
 
 
 def by_head(scene: FoldedScene, dtype: torch.dtype) -> torch.Tensor:
-    """Return [L, T, H * G, D] of `plain`, every head over the tokens that it holds.
-
-    Args:
-        scene: the requests.
-        dtype: of what `plain` is given.
-    """
+    """Return [L, T, H * G, D] of `plain`, every head over the tokens that it holds."""
     starts, group, layers = scene.starts(), scene.shape.group, []
     for layer in range(len(scene.layers)):
         query, rows = scene.parts(layer)[0].to(dtype), []

@@ -73,13 +73,7 @@ def _load_cuda_12_runtime() -> None:
 
 
 def by_request(scene: Scene, attend: Attention, dtype: torch.dtype) -> torch.Tensor:
-    """Return [T, H * G, D] of all requests of a scene, one after the other.
-
-    Args:
-        scene: the requests.
-        attend: such as `plain`.
-        dtype: of what it is given.
-    """
+    """Return [T, H * G, D] of all requests of a scene, one after the other."""
     starts, found = scene.starts(), []
     for number, held in enumerate(scene.held):
         query = scene.query[starts[number] : starts[number + 1]]
@@ -197,12 +191,7 @@ def lacking(backend: str) -> str | None:
 
 @contextmanager
 def gpu_config(dtype: torch.dtype, **changes: Any) -> Iterator[tuple[Any, Shape]]:
-    """Yield the configuration of an engine on the GPU, and Llama's shape.
-
-    Args:
-        dtype: of the model.
-        **changes: arguments of the engine.
-    """
+    """Yield the configuration of an engine on the GPU, and Llama's shape."""
     from vllm.engine.arg_utils import EngineArgs
 
     shape = Shape(heads=8, group=4, dim=128, block=16, dtype=dtype)

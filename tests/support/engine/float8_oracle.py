@@ -37,10 +37,6 @@ def towards_zero(numbers: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
 class StoredTokens(Capture):
     """Notes the keys and values of every token, before the cache rounds them.
 
-    Args:
-        decoder: tells the model's shape.
-        max_tokens: no request is longer.
-
     Attributes:
         seen: by vLLM's request id, [2, L, H, T, D] float32, NaN where nothing was seen.
     """
@@ -107,11 +103,7 @@ class RoundedCache:
 
 @contextmanager
 def scaled_cache(scales: Sequence[Sequence[float]]) -> Iterator[None]:
-    """Give the layers of an engine that starts in here scales, as a checkpoint does.
-
-    Args:
-        scales: L of keys and L of values.
-    """
+    """Give the layers of an engine that starts in here scales, as a checkpoint does."""
     stock, layers = attention.set_default_quant_scales, list[Any]()
 
     def set_scales(layer: Any, register_buffer: bool = False) -> None:

@@ -16,7 +16,6 @@ class GatedDecoder(ReferenceDecoder):
     """Qwen3 with gates as their authors have them: grouped convolutions over tokens.
 
     Args:
-        folder: model folder.
         gates: with their window and sinks.
         hides: hide tokens that are not admitted by the closed form, too.
         threshold: a token stays whose gate is above this.

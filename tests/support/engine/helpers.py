@@ -44,11 +44,9 @@ class Job:
 
     Args:
         name: unique within a run.
-        prompt: token ids.
         max_tokens: tokens to generate; the end token is ignored.
         arrives: engine step before which the request is added.
         aborted: number of generated tokens after which it is aborted, None for never.
-        extra_args: the request's own knobs.
         prompt_logprobs: ask for log-probabilities of the prompt too.
         lora: the adapter's request of vLLM's, None for the plain model.
         priority: the more urgent, the smaller.
@@ -86,8 +84,6 @@ class Result:
     """What one request gave.
 
     Args:
-        job: the request.
-        tokens: generated token ids.
         logprobs: per generated token, token id to log-probability.
         prompt_logprobs: the same for prompt tokens after the first, empty if not asked.
         passes: the request's events, one list for each time it was (re)computed.
@@ -126,7 +122,6 @@ class Run:
 
     Args:
         results: finished requests by name.
-        steps: engine steps.
         preemptions: requests that lost their blocks, counted each time.
         counters: the engine's own, since it started; none of stock vLLM.
     """
@@ -226,9 +221,7 @@ def one_job_each(
     """Return a job per policy, named like it, with a prompt of its own.
 
     Args:
-        names: of policies.
         lengths: of prompts, again and again.
-        max_tokens: of each.
         seed: of the first prompt; the others follow by one.
         make: makes a prompt of a seed and a length.
         **fields: further fields of Job.
@@ -312,7 +305,6 @@ class Engine:
     """A vLLM engine in this process, with or without a policy.
 
     Args:
-        model: model folder.
         policy: the plain form of the policy's configuration, None for stock vLLM;
             events are at fixed positions unless it says otherwise.
         trace: record events in this folder.
@@ -428,12 +420,7 @@ class Engine:
     def run(
         self, jobs: Iterable[Job], on_step: Callable[["Engine"], None] | None = None
     ) -> Run:
-        """Run jobs to their end.
-
-        Args:
-            jobs: in order of arrival where they arrive in the same step.
-            on_step: called after each engine step.
-        """
+        """Run jobs to their end."""
         session = Session(self, list(jobs))
         while session.step():
             if on_step is not None:

@@ -17,7 +17,6 @@ class KVzapDecoder(ReferenceDecoder):
     """Qwen3 with a surrogate beside each layer's attention.
 
     Args:
-        folder: model folder.
         tensors: the surrogate, as its file names them.
         hides: hide tokens below the threshold by the closed form, too.
         threshold: score that a token needs to stay.

@@ -28,8 +28,6 @@ class Reference:
     """Decides as a policy should, for one request.
 
     Args:
-        decoder: the model.
-        policy: the request's policy.
         seen: the request's activations under the server's survivors.
         memory: what the policy remembers, by name, [L, H, positions].
     """
@@ -104,10 +102,8 @@ def check_plumbing(
     """Compare every decision of a request, and what its pages were filled up with.
 
     Args:
-        decoder: the model.
         result: a `helpers.Result` with its events.
         config: the request's policy, budget with the protected prompt included.
-        options: the policy's options.
         block_size: N.
         report: decisions and near ties are added to it.
 

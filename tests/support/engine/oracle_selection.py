@@ -247,13 +247,6 @@ def check_selection(
 ) -> None:
     """Compare every decision of a request with the reference.
 
-    Args:
-        decoder: the model.
-        result: a `helpers.Result` with its events.
-        config: the request's policy.
-        block_size: N, tokens per superblock.
-        report: decisions and near ties are added to it.
-
     Raises:
         Mismatch: a decision differs where the reference leaves no doubt.
     """

@@ -30,10 +30,6 @@ CHANGES = {
 def run(model: Path, **changes: Any) -> dict[str, np.ndarray]:
     """Generate, and collect what was measured of every request.
 
-    Args:
-        model: model folder.
-        changes: arguments of Engine beside `CHANGES`.
-
     Returns:
         Per request `NAME_tokens` [T], prompt included, and `NAME_SIGNAL` [n] float32
         for `hidden0`, `hidden1` and `key`, n <= T; and the numbers of `preemptions`

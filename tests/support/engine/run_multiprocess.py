@@ -16,13 +16,7 @@ from vllm_kvpolicy.observe.shared_files import own_engine
 def run_apart(
     specs: list[dict[str, Any]], folder: Path, **environment: str
 ) -> list[dict[str, Any]]:
-    """Run engines in a process of their own; see `run`.
-
-    Args:
-        specs: of each engine.
-        folder: for what is told and answered.
-        **environment: variables that differ from this process'.
-    """
+    """Run engines in a process of their own; see `run`."""
     spec, out = folder / "spec.json", folder / "out.json"
     spec.write_text(json.dumps(specs))
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

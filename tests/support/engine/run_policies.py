@@ -69,11 +69,7 @@ DRIVER = SimpleNamespace(
 
 
 def install(attention_backend: str) -> None:
-    """Make this process look like one with a GPU that runs Triton.
-
-    Args:
-        attention_backend: dotted path of the attention backend class to use.
-    """
+    """Make this process look like one with a GPU that runs Triton."""
     backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=DRIVER)
     triton.runtime.driver.set_active(DRIVER)
     properties = SimpleNamespace(
@@ -162,10 +158,7 @@ def generate(
     """Return greedy tokens of the fixed prompts and the number of events.
 
     Args:
-        model: folder.
-        policy: the plain form of its configuration.
         common: leading tokens that are the same in all prompts.
-        changes: of the engine's arguments.
     """
     from vllm import LLM, SamplingParams, TokensPrompt
 

@@ -134,12 +134,7 @@ class Simulation:
         return self.scheduler.kv_cache_manager.block_pool
 
     def run(self, num_steps: int, num_drains: int = 1) -> Counter[str]:
-        """Take this many steps of traffic; let the engine drain at the end.
-
-        Args:
-            num_steps: of the scheduler, at least.
-            num_drains: times that it drains, the last one at the end.
-        """
+        """Take this many steps of traffic; let the engine drain at the end."""
         try:
             for drain in range(1, num_drains + 1):
                 self._live_until(num_steps * drain // num_drains)

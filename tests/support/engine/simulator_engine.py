@@ -46,7 +46,6 @@ class Scenario:
     """One engine and its traffic.
 
     Args:
-        policy: plain form of the policy's configuration.
         depth: outputs in flight; 2 uses the asynchronous scheduler.
         block_size: N.
         spare: size of the pool beyond what one request needs, as a share of that.
@@ -56,7 +55,6 @@ class Scenario:
         arrivals: chance of a new request before a step.
         aborts: chance of an abort before a step and before an update.
         stops: chance that a sampled token ends its request.
-        seed: of everything random.
         caching: vLLM's prefix cache is on, and prompts begin like earlier requests.
         foresees: requests enter by the forecast; else as vLLM lets them in.
         resets: chance before a step that all running requests lose what they hold.

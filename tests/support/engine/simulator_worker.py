@@ -45,7 +45,6 @@ class StorageWorker:
         block_size: N.
         max_row: most entries of a block table row.
         group_size: G, query heads per KV head.
-        rng: draws survivors.
     """
 
     def __init__(
@@ -79,8 +78,6 @@ class StorageWorker:
         How many drafts are accepted is drawn; the others leave wrong tokens behind.
 
         Args:
-            output: vLLM's SchedulerOutput.
-            commands: the step's events and captures.
             asked: by request id; read for requests that start.
             cached: superblocks in the prefix cache when the step had been scheduled.
 

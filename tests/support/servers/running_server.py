@@ -25,14 +25,7 @@ def serve_handlers(
     metrics: Handler,
     more: Mapping[str, Handler] | None = None,
 ) -> Iterator[str]:
-    """Yield the root URL of a server with POST `path` and GET /metrics.
-
-    Args:
-        path: of requests.
-        answer: handles them.
-        metrics: handles /metrics.
-        more: handlers of further paths to GET.
-    """
+    """Yield the root URL of a server with POST `path` and GET /metrics."""
     loop = asyncio.new_event_loop()
     application = web.Application()
     application.router.add_post(path, answer)
