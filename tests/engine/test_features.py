@@ -289,11 +289,7 @@ def run_with_priorities(engine: Engine) -> tuple[Run, int]:
 
 def test_urgent_requests_preempt(tiny_model: Path) -> None:
     """Urgent requests take the blocks of others, even of those with an event."""
-    changes = {
-        "scheduling_policy": "priority",
-        "num_blocks": 36,
-        "max_model_len": 896,
-    }
+    changes = {"scheduling_policy": "priority", "num_blocks": 36, "max_model_len": 896}
     found = {}
     for policy in (None, "identity", "streaming"):
         values = with_values(policy, interval=2)

@@ -51,12 +51,7 @@ def server(allowed: list[str], folder: Path) -> dict[str, Any]:
     options = OPTIONS | options_with_files(with_files, folder, Heads(query=4, kv=2))
     known = {key for name in allowed for key in parse(name).options}
     given = {key: value for key, value in options.items() if key in known}
-    return {
-        **BASE,
-        "policy": allowed[0],
-        "allow": allowed[1:],
-        "policy_config": given,
-    }
+    return {**BASE, "policy": allowed[0], "allow": allowed[1:], "policy_config": given}
 
 
 def jobs_of(allowed: list[str], num_tokens: int = 80) -> list[Job]:

@@ -235,8 +235,7 @@ def on_call(scenario: Scenario, turn: int) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    ("policy", "depth"),
-    engines("ams-tova", "streaming", "hard-tova", "adakv-snapkv"),
+    ("policy", "depth"), engines("ams-tova", "streaming", "hard-tova", "adakv-snapkv")
 )
 def test_random_engines_under_pressure(
     policy: str, depth: int, model_config: ModelConfig
@@ -555,9 +554,7 @@ TIGHT = replace(
     drafts=0,
 )
 MOVING = replace(
-    TIGHT,
-    policy=TIGHT.policy | {"policy": "holes", "budget": 90},
-    longest=600,
+    TIGHT, policy=TIGHT.policy | {"policy": "holes", "budget": 90}, longest=600
 )
 
 

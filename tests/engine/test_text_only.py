@@ -32,10 +32,7 @@ def make_multimodal(folder: Path, text_model: Path) -> Path:
     rotation = {"rope_type": "default", "mrope_interleaved": True}
     text = {**config, "rope_scaling": rotation}
     del text["architectures"]
-    names = {
-        "architectures": ["IsaacForConditionalGeneration"],
-        "model_type": "isaac",
-    }
+    names = {"architectures": ["IsaacForConditionalGeneration"], "model_type": "isaac"}
     parts = {"text_config": text, "vision_config": VISION}
     place.write_text(json.dumps({**text, **names, **parts}))
     return folder

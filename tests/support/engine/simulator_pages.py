@@ -65,11 +65,7 @@ class Asked:
         """Return the superblocks that the request may hold."""
         assert self.plan is not None
         return Footprint(
-            self.plan,
-            self.recent,
-            block_size,
-            self.keeps_all,
-            self.window_blocks,
+            self.plan, self.recent, block_size, self.keeps_all, self.window_blocks
         )
 
 

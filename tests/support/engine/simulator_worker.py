@@ -29,12 +29,7 @@ from support.engine.simulator_pages import (
     slots_of,
 )
 from vllm_kvpolicy.events import positions_up_to
-from vllm_kvpolicy.protocol import (
-    CompactEvent,
-    StepCommands,
-    UsedBlocks,
-    WindowCapture,
-)
+from vllm_kvpolicy.protocol import CompactEvent, StepCommands, UsedBlocks, WindowCapture
 
 
 class StorageWorker:
