@@ -329,9 +329,7 @@ class Engine:
         keep_kernels()
         self.trace = trace
         self._read: set[Path] = set()
-        self._preemptions = 0
         self._passes = Passes()
-        self._count_preemptions()
         self._passes.watch(self.scheduler)
         if not foresees:
             self.admit_as_vllm_does()
@@ -384,15 +382,6 @@ class Engine:
         admission = getattr(self.scheduler, "kv_policy_entry", None)
         if admission is not None:
             del admission.admits, admission.allowed
-
-    def _count_preemptions(self) -> None:
-        preempt = self.scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._preemptions += 1
-            return preempt(*args, **kwargs)
-
-        self.scheduler._preempt_request = counted
 
     def tell_worker_of_the_last_finish(self) -> None:
         """Run the empty steps in which vLLM passes on which requests finished."""
@@ -496,6 +485,11 @@ class Passes:
         self.tokens: dict[str, list[int]] = {}
         self.record: defaultdict[str, list[Cut]] = defaultdict(list)
 
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that lost their blocks, counted each time."""
+        return sum(map(len, self.events.values()))
+
     def watch(self, scheduler: Any) -> None:
         """Follow a scheduler from now on; it has no requests yet."""
         after, preempt = scheduler._update_after_schedule, scheduler._preempt_request
@@ -573,7 +567,7 @@ class Session:
         self.named = {job.name: job for job in jobs}
         self.outputs: dict[str, Any] = {}
         self.steps = 0
-        self._preemptions_before = engine._preemptions
+        self._preemptions_before = engine._passes.num_preemptions
         self._free_before = engine.num_free
 
     def step(self) -> bool:
@@ -629,7 +623,7 @@ class Session:
             for request_id, job in self.jobs.items()
             if job.name in self.outputs
         }
-        preemptions = engine._preemptions - self._preemptions_before
+        preemptions = engine._passes.num_preemptions - self._preemptions_before
         counters = engine.counters() if has_policy else {}
         return Run(results, self.steps, preemptions, counters)
 
