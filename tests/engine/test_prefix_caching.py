@@ -90,7 +90,7 @@ def check_equal(model: Path, allowed: list[str], folder: Path, **changes: Any) -
             assert run.tokens[name] == tokens, name
     for job in jobs:
         assert hits[1][job.name] == most_hit(policy, job), job.name
-    assert sum(hits[0].values()) > 100 * len(jobs), "cold requests share, too"
+    assert sum(hits[0].values()) > 80 * len(jobs), "cold requests share, too"
 
 
 @pytest.mark.parametrize(
