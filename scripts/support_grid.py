@@ -37,8 +37,8 @@ EXAMPLES: dict[str, dict[str, Any]] = {
 }
 GPU = "benchmarks/gpu/check/engines.py"
 TP = "tests/engine/test_tensor_parallel.py"
-FP8 = "tests/engine/test_float8.py"
-FP8_ADMISSIONS = "tests/engine/test_float8_admissions.py"
+FP8 = "tests/engine/test_plumbing_oracle.py"
+FP8_ADMISSIONS = "tests/engine/test_float8.py"
 CACHE = "tests/engine/test_prefix_caching.py"
 TEXT = "tests/engine/test_text_only.py"
 DRAFTS = "tests/engine/test_speculation.py"

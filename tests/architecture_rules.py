@@ -5,9 +5,11 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 PACKAGE = "vllm_kvpolicy"
 Sources = dict[str, str]
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 # A module may import from layers above its own, and from its own folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
@@ -95,6 +97,23 @@ def imports_of(source: str, modules: Sources) -> Iterator[tuple[ast.AST, str]]:
         for name in names:
             if name in modules:
                 yield node, name
+
+
+def _nodes(
+    modules: Sources, kinds: Any, but: Sequence[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the nodes of some kinds with their modules, those in `but` left out."""
+    for module, source in modules.items():
+        if module not in but:
+            tree = ast.walk(ast.parse(source))
+            yield from ((module, node) for node in tree if isinstance(node, kinds))
+
+
+def _lines(modules: Sources) -> Iterator[tuple[str, str, str]]:
+    """Yield each module, `module:number` and text of each line."""
+    for module, source in modules.items():
+        for number, line in enumerate(source.splitlines(), 1):
+            yield module, f"{module}:{number}", line
 
 
 def _is_ours(module: str | None) -> bool:
@@ -192,11 +211,9 @@ def _imported(source: str) -> Iterator[tuple[int, str]]:
 def methods_are_named_by_their_files(modules: Sources) -> list[str]:
     """What serves every policy asks the words of a policy, and names no method."""
     return [
-        f"{module}:{number}: {line.strip()}"
-        for module, source in modules.items()
-        if module in SERVES_ALL
-        for number, line in enumerate(source.splitlines(), 1)
-        if METHODS.search(line)
+        f"{place}: {line.strip()}"
+        for module, place, line in _lines(modules)
+        if module in SERVES_ALL and METHODS.search(line)
     ]
 
 
@@ -240,39 +257,34 @@ def imports_stand_at_the_top(modules: Sources) -> list[str]:
 
 def files_and_functions_are_small(modules: Sources) -> list[str]:
     """A file holds one concept; a longer one needs a reason in LONG_FILES."""
-    found = []
-    for module, source in modules.items():
-        lines = len(source.splitlines())
-        if lines > MAX_FILE_LINES and not LONG_FILES.get(module):
-            found.append(f"{module}: {lines} lines")
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            is_kernel = any("jit" in ast.unparse(item) for item in node.decorator_list)
-            limit = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > limit:
-                found.append(f"{module}:{node.lineno}: {node.name} has {lines} lines")
+    sizes = {module: len(source.splitlines()) for module, source in modules.items()}
+    found = [
+        f"{module}: {lines} lines"
+        for module, lines in sizes.items()
+        if lines > MAX_FILE_LINES and not LONG_FILES.get(module)
+    ]
+    for module, node in _nodes(modules, FUNCTIONS):
+        is_kernel = any("jit" in ast.unparse(item) for item in node.decorator_list)
+        limit = MAX_KERNEL_LINES if is_kernel else MAX_FUNCTION_LINES
+        lines = node.end_lineno - node.lineno + 1
+        if lines > limit:
+            found.append(f"{module}:{node.lineno}: {node.name} has {lines} lines")
     return found
 
 
 def no_environment_variables(modules: Sources) -> list[str]:
     """Behaviour comes from the configuration; compat alone reads the environment."""
     found = []
-    for module, source in modules.items():
-        if module == "compat":
-            continue
-        for node in ast.walk(ast.parse(source)):
-            named = isinstance(node, ast.Attribute) and node.attr
-            names = [named] if named else []
-            if isinstance(node, ast.ImportFrom) and node.module in ("os", "vllm"):
-                names = [alias.name for alias in node.names]
-            banned = {"environ", "getenv", "envs"}
-            found += [
-                f"{module}:{node.lineno}: reads the environment ({name})"
-                for name in names
-                if name in banned
-            ]
+    kinds = ast.Attribute | ast.ImportFrom
+    for module, node in _nodes(modules, kinds, ["compat"]):
+        names = [node.attr] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.ImportFrom) and node.module in ("os", "vllm"):
+            names = [alias.name for alias in node.names]
+        found += [
+            f"{module}:{node.lineno}: reads the environment ({name})"
+            for name in names
+            if name in ("environ", "getenv", "envs")
+        ]
     return found
 
 
@@ -280,10 +292,8 @@ def only_compat_reads_versions(modules: Sources) -> list[str]:
     """What depends on a version stands in one file."""
     return [
         f"{module}:{node.lineno}: reads {ast.unparse(node)}"
-        for module, source in modules.items()
-        if module != "compat"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute) and node.attr == "__version__"
+        for module, node in _nodes(modules, ast.Attribute, ["compat"])
+        if node.attr == "__version__"
     ]
 
 
@@ -341,10 +351,9 @@ def _head(node: ast.AST) -> str | None:
 def hot_modules_do_not_sync(modules: Sources) -> list[str]:
     """A line that waits for the device says why: `sync-ok: reason`."""
     return [
-        f"{module}:{number}: {line.strip()}"
-        for module, source in modules.items()
+        f"{place}: {line.strip()}"
+        for module, place, line in _lines(modules)
         if module.startswith(HOT_FOLDERS)
-        for number, line in enumerate(source.splitlines(), 1)
         if HOST_SYNC.search(line.split("#")[0]) and "sync-ok:" not in line
     ]
 
@@ -408,22 +417,16 @@ def tests_can_fail(sources: Sources) -> list[str]:
     """Every test asserts, and none returns early, which would count as a pass."""
     found = []
     for module, source in sources.items():
-        tree = ast.parse(source)
-        asserting = _asserting_helpers(tree)
-        for node in ast.walk(tree):
-            is_test = isinstance(
-                node, ast.FunctionDef | ast.AsyncFunctionDef
-            ) and node.name.startswith("test_")
-            if not is_test:
+        asserting = _asserting_helpers(ast.parse(source))
+        for _, node in _nodes({module: source}, FUNCTIONS):
+            if not node.name.startswith("test_"):
                 continue
             if not _asserts(node, asserting):
                 found.append(f"{module}:{node.lineno}: {node.name} asserts nothing")
-            returns = [
-                item for item in _own_nodes(node) if isinstance(item, ast.Return)
-            ]
             found += [
                 f"{module}:{item.lineno}: {node.name} returns early; use pytest.skip"
-                for item in returns
+                for item in _own_nodes(node)
+                if isinstance(item, ast.Return)
             ]
     return found
 
@@ -454,7 +457,7 @@ def _asserts(node: ast.AST, helpers: set[str]) -> bool:
 def _own_nodes(function: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of a function without those of functions inside it."""
     for child in ast.iter_child_nodes(function):
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(child, FUNCTIONS | ast.Lambda):
             continue
         yield child
         yield from _own_nodes(child)

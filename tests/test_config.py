@@ -196,16 +196,27 @@ def test_block_size_decides_the_smallest_budget(budget):
         config(budget=budget).validate_block_size(32)
 
 
-def test_sinks_count_for_the_smallest_budget():
-    with pytest.raises(ValueError, match="budget: got 128, expected at least 145"):
-        config(sinks=97).validate_block_size(16)
-
-
-def test_prompts_are_cut_at_whole_superblocks():
-    with pytest.raises(ValueError, match=r"prefill_interval: got 100.* of .*size 32"):
-        config(prefill_interval=100).validate_block_size(32)
-    with pytest.raises(ValueError, match=r"prefill_interval: got 4096.* of .*size 96"):
-        config(prefill_interval=4096, budget=2048).validate_block_size(96)
+@pytest.mark.parametrize(
+    ("values", "block_size", "message"),
+    [
+        ({"sinks": 97}, 16, "budget: got 128, expected at least 145"),
+        # Prompts are cut at whole superblocks.
+        ({"prefill_interval": 100}, 32, r"prefill_interval: got 100.* of .*size 32"),
+        (
+            {"prefill_interval": 4096, "budget": 2048},
+            96,
+            r"prefill_interval: got 4096.* of .*size 96",
+        ),
+        (
+            {"policy_config": {"allow": ["expected"]}},
+            32,
+            "^interval: got 64, expected at least 128 tokens, the query window of 'exp",
+        ),
+    ],
+)
+def test_block_sizes_and_windows_bound_other_numbers(values, block_size, message):
+    with pytest.raises(ValueError, match=message):
+        config(**values).validate_block_size(block_size)
 
 
 @pytest.mark.parametrize(("block_size", "step"), [(96, 4032), (48, 4080), (8192, 8192)])
@@ -372,11 +383,6 @@ def test_an_admission_or_a_selection_alone_has_no_budget(policy, options):
         evicting.validate_block_size(32)
 
 
-def test_a_request_cannot_undercut_the_query_window():
-    with pytest.raises(ValueError, match=r"^kv_interval: got 16, expected at least"):
-        KVPolicyConfig.from_dict(AMS).with_request({"kv_interval": 16}, 32)
-
-
 def test_a_request_for_an_allowed_policy_keeps_the_servers_options():
     server = config(
         policy="ams-tova",
@@ -435,12 +441,10 @@ def test_a_trace_may_be_in_the_users_folder(key, monkeypatch, tmp_path):
 
 def test_a_request_keeps_to_the_window_of_the_policy_that_it_names():
     values = {"policy": "streaming", "budget": 128, "interval": 64, "allow": ["snapkv"]}
+    with pytest.raises(ValueError, match="^kv_interval: got 16, expected at least"):
+        KVPolicyConfig.from_dict(AMS).with_request({"kv_interval": 16}, 32)
     server = KVPolicyConfig.from_dict(values)
     assert server.with_request({"kv_interval": 16}, 32).interval_tokens == 16
     said = "kv_interval: got 16, expected at least 32 tokens, the query window of 'snap"
     with pytest.raises(ValueError, match=said):
         server.with_request({"kv_policy": "snapkv", "kv_interval": 16}, 32)
-    server = config(policy_config={"allow": ["expected"]})
-    said = "^interval: got 64, expected at least 128 tokens, the query window of 'exp"
-    with pytest.raises(ValueError, match=said):
-        server.validate_block_size(32)

@@ -38,6 +38,15 @@ ENGINE = SimpleNamespace(
 WHOLE = LONGEST // SIZE
 
 
+def engine_with(**parts: dict[str, object]) -> SimpleNamespace:
+    """Return `ENGINE` with some fields of its configurations changed."""
+    changed = {
+        name: SimpleNamespace(**vars(getattr(ENGINE, name)) | fields)
+        for name, fields in parts.items()
+    }
+    return SimpleNamespace(**vars(ENGINE) | changed)
+
+
 def test_an_allowed_policy_that_protects_prompts_leaves_the_bound_alone() -> None:
     """A request that asks for it is refused where the pool cannot hold it."""
     alone = KVPolicyConfig("ams-tova")
@@ -74,7 +83,7 @@ def test_vllm_finds_the_longest_request_that_fits(
     spec = KVPolicySpec(
         block_size=SIZE, num_kv_heads=8, head_size=32, dtype=torch.float32
     )
-    engine = SimpleNamespace(**vars(ENGINE))
+    engine = engine_with()
     engine.additional_config = {"kv_policy": {"policy": "streaming"}}
     memory = num_blocks * spec.page_size_bytes
     assert estimate_max_model_len(engine, {"layer": spec}, memory) == longest
@@ -132,17 +141,12 @@ def test_the_line_about_the_prefix_cache_says_how_much_is_shared(
 def test_the_line_about_the_prefix_cache_names_who_takes_nothing() -> None:
     line = sharing_line(ENGINE, KVPolicyConfig("tova", allow=("epikv",)))
     assert line.endswith("requests of epikv fill it but take nothing from it")
-    uncached = SimpleNamespace(
-        cache_config=SimpleNamespace(enable_prefix_caching=False)
-    )
+    uncached = engine_with(cache_config={"enable_prefix_caching": False})
     assert sharing_line(uncached, KVPolicyConfig("tova")).endswith("its whole prompt")
 
 
 def test_a_budget_that_nothing_reaches_is_said() -> None:
-    short = SimpleNamespace(**vars(ENGINE))
-    short.model_config = SimpleNamespace(
-        **vars(ENGINE.model_config) | {"max_model_len": 2048}
-    )
+    short = engine_with(model_config={"max_model_len": 2048})
     line = capacity_line(short, KVPolicyConfig("tova", events="always"), 9000)
     assert line.endswith("ever drops any, lower --kv-budget")
     small = KVPolicyConfig("tova", events="always", budget_tokens=1024)
@@ -179,8 +183,7 @@ def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept() -> No
     recent = replace(AUTO, recent_tokens=300)
     assert auto_budget(ENGINE, recent, None) == 384  # 4 + 300 + 32 and up
     recent.with_budget(384).validate_block_size(SIZE)
-    model = SimpleNamespace(**vars(ENGINE.model_config) | {"max_model_len": 100})
-    short = SimpleNamespace(**vars(ENGINE) | {"model_config": model})
+    short = engine_with(model_config={"max_model_len": 100})
     assert auto_budget(short, AUTO, None) == 100
 
 
@@ -201,10 +204,7 @@ def test_as_many_as_may_run_fit_with_the_pools_share(
 
 def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
     """Their first event is the first multiple of 4,096 tokens above the budget."""
-    sizes = vars(ENGINE.scheduler_config) | {"max_num_seqs": 1}
-    alone = SimpleNamespace(
-        **vars(ENGINE) | {"scheduler_config": SimpleNamespace(**sizes)}
-    )
+    alone = engine_with(scheduler_config={"max_num_seqs": 1})
     for num_blocks in (300, 400, 600, 900):
         config = AUTO.with_budget(auto_budget(alone, AUTO, num_blocks))
         assert max_blocks_per_request(alone, config) < num_blocks

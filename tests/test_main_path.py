@@ -3,16 +3,14 @@
 import ast
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-TESTS = Path(__file__).parent
-PACKAGE = TESTS.parent / "vllm_kvpolicy"
-PROGRAM = "support.engine.main_path"  # a module, run within TESTS
+from support.programs import run_program
+
+PACKAGE = Path(__file__).parents[1] / "vllm_kvpolicy"
 # Rooms whose files must all be named if the request passes them, but for these.
 WHOLE_ROOMS = ("api.", "block_manager.")
 UNNAMED = {
@@ -46,10 +44,8 @@ class Walk:
 @pytest.fixture(scope="module")
 def walk(tiny_model: Path) -> Walk:
     """Serve one request of an equal-length policy, in a process of its own."""
-    command = [sys.executable, "-m", PROGRAM, str(tiny_model)]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    printed = run_program("support.engine.main_path", tiny_model)
+    found = json.loads(printed.splitlines()[-1])
     called = found.pop("called")
     return Walk(called["start"], called["serve"], **found)
 

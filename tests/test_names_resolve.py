@@ -125,30 +125,21 @@ def missing(
     ]
 
 
-def test_names_of_the_package_exist() -> None:
-    found = missing(NAME, SOURCES + PAGES, resolves)
-    assert not found, "\n".join(found)
-
-
-def test_commands_run() -> None:
-    found = missing(COMMAND, SOURCES + PAGES, runs)
-    assert not found, "\n".join(found)
-
-
-def test_files_exist() -> None:
-    found = missing(FILE, SOURCES + PAGES, exists)
-    assert not found, "\n".join(found)
-
-
-def test_files_of_rooms_exist() -> None:
-    """Pages name a file of the package by its room: `kernels/ranking.py`."""
-    found = missing(ROOM_FILE, READ, in_a_room)
-    assert not found, "\n".join(found)
-
-
-def test_names_within_the_package_exist() -> None:
-    """Docstrings and pages leave the package's name out: `policies.base`."""
-    found = missing(ROOM_NAME, SOURCES + READ, resolves_within)
+@pytest.mark.parametrize(
+    ("pattern", "pages", "is_good"),
+    [
+        (NAME, SOURCES + PAGES, resolves),
+        (COMMAND, SOURCES + PAGES, runs),
+        (FILE, SOURCES + PAGES, exists),
+        # Pages name a file of the package by its room: `kernels/ranking.py`.
+        (ROOM_FILE, READ, in_a_room),
+        # Docstrings and pages leave the package's name out: `policies.base`.
+        (ROOM_NAME, SOURCES + READ, resolves_within),
+    ],
+    ids=["names", "commands", "files", "files of rooms", "names of rooms"],
+)
+def test_what_is_named_exists(pattern, pages, is_good) -> None:
+    found = missing(pattern, pages, is_good)
     assert not found, "\n".join(found)
 
 

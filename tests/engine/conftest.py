@@ -6,6 +6,7 @@ slow it down. Set before torch starts its threads.
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +33,27 @@ def ranks_from_a_fork_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multiproc_executor, "get_mp_context", context)
         yield
+
+
+@pytest.fixture(scope="session")
+def decoder(tiny_model: Path):
+    """The reference decoder of the tiny model."""
+    from support.engine.reference_decoder import ReferenceDecoder
+
+    return ReferenceDecoder(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Gemma 3 folder, see `support.made_sliding`."""
+    from support.made_sliding import make_gemma3
+
+    return make_gemma3(tmp_path_factory.mktemp("gemma3"))
+
+
+@pytest.fixture(scope="session")
+def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random gpt-oss folder, see `support.made_sinks`."""
+    from support.made_sinks import make_gpt_oss
+
+    return make_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))

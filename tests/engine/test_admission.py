@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from support.engine.helpers import BLOCK, Engine, Job, make_jobs, make_prompt
+from support.engine.helpers import (
+    BLOCK,
+    Engine,
+    Job,
+    Run,
+    make_jobs,
+    make_prompt,
+    serve,
+)
 
 VALUES = {
     "policy": "snapkv",
@@ -18,8 +26,9 @@ VALUES = {
 PEAK = 8  # superblocks: 96 + 64 tokens, one for where they begin, two for the window
 
 
-def usage_of(engine: Engine) -> tuple[float, float]:
-    counted = engine.counters()
+def preempted(run: Run) -> tuple[float, float]:
+    """Return preemptions as they are counted, of requests with a bound and without."""
+    counted = run.counters
     return counted["preemptions_bounded"], counted["preemptions_unbounded"]
 
 
@@ -41,10 +50,8 @@ def test_requests_that_start_together_hardly_wait_for_each_other(tiny_model):
     """12 of 60 + 220 tokens: as many steps as one of them takes, and 2 % more."""
     values = {"policy": "ams-tova", "budget": 96, "interval": 128}
     jobs = make_jobs([60] * 12, 220, seed=5)
-    with Engine(tiny_model, values, max_num_seqs=12, num_blocks=300) as engine:
-        run = engine.run(jobs)
-        events = engine.counters()["events"]
-    assert events >= 12
+    run = serve(tiny_model, values, jobs, max_num_seqs=12, num_blocks=300)
+    assert run.counters["events"] >= 12
     assert run.preemptions == 0
     assert run.steps <= 226
 
@@ -69,13 +76,11 @@ def test_five_hundred_requests_in_a_pool_that_holds_six(tiny_model):
         run = engine.run(
             jobs, lambda engine: running.append(len(engine.scheduler.running))
         )
-        assert usage_of(engine) == (0, 0)
-        counted = engine.counters()
-        assert engine.num_free == engine.num_usable
+        assert preempted(run) == (0, 0)
     assert run.preemptions == 0 and len(run.results) == 500
     for job in jobs:
         assert len(run.results[job.name].tokens) == job.max_tokens
-    assert counted["events"] > 300 and counted["held_back"] > 1000
+    assert run.counters["events"] > 300 and run.counters["held_back"] > 1000
     assert sum(running) / len(running) > 6, "requests below their peak are more"
 
 
@@ -89,7 +94,7 @@ def test_vllms_rule_preempts_where_the_forecast_does_not(tiny_model):
             computed = count_tokens(engine)
             run = engine.run(jobs)
             assert (run.preemptions == 0) == foresees
-            assert usage_of(engine) == (run.preemptions, 0)
+            assert preempted(run) == (run.preemptions, 0)
             # A step costs about as much as ten tokens more in it.
             time[foresees] = 10 * run.steps + sum(computed)
     assert time[True] <= time[False]
@@ -113,7 +118,7 @@ def test_nobody_waits_longer_than_those_before_take(tiny_model):
     sizes = {"num_blocks": pool, "max_model_len": 576}
     with Engine(tiny_model, values, **sizes) as engine:
         run = engine.run([*small, large], note)
-        assert usage_of(engine) == (0, 0)
+        assert preempted(run) == (0, 0)
     assert run.preemptions == 0 and len(run.results) == 31
     # Those that ran when it came have at most 60 tokens to go; nobody overtakes it.
     assert entered["large"] - large.arrives <= 60 + 2
@@ -126,10 +131,8 @@ def test_requests_without_a_bound_may_still_preempt(tiny_model):
         Job(f"r{n}", make_prompt(n, 50), 200, extra_args=whole if n % 3 == 0 else None)
         for n in range(9)
     ]
-    with Engine(tiny_model, VALUES, num_blocks=5 * PEAK + 1) as engine:
-        run = engine.run(jobs)
-        bounded, unbounded = usage_of(engine)
-        assert engine.num_free == engine.num_usable
+    run = serve(tiny_model, VALUES, jobs, num_blocks=5 * PEAK + 1)
+    bounded, unbounded = preempted(run)
     assert unbounded == run.preemptions > 0 == bounded
     assert len(run.results) == 9
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
+from support.engine.helpers import BLOCK, Engine, make_jobs
 from support.engine.simulator import Simulation
 from support.engine.simulator_engine import random_scenario
 from support.sweeps import trials
@@ -118,21 +118,6 @@ def test_stock_counts_what_whole_requests_hold(tiny_model):
     ]
     assert found["block_steps"] == sum(held)
     assert found["events"] == 0
-
-
-def test_requests_under_a_policy_hold_what_their_footprint_says(tiny_model):
-    values = {"policy": "snapkv", "budget": 128, "interval": 64}
-    jobs = make_jobs((40, 100, 200), 170, seed=4)
-    with Engine(tiny_model, values) as engine:
-        engine.run(jobs)
-        found = engine.counters()
-    lengths = [len(job.prompt) + job.max_tokens - 1 for job in jobs]
-    peaks = [
-        footprint_of(values, job).peak_blocks(length)
-        for job, length in zip(jobs, lengths, strict=True)
-    ]
-    assert (found["requests"], found["peak_blocks"]) == (3, sum(peaks))
-    assert found["block_steps"] / found["request_steps"] < max(peaks)
 
 
 def test_a_preempted_request_is_one_request(tiny_model):

@@ -1,33 +1,38 @@
-"""Moving tokens is free of error: `identity` and `holes` give stock vLLM's tokens."""
+"""Moving tokens is free of error: `identity` and `holes` give stock vLLM's tokens.
 
-from dataclasses import replace
-from functools import cache
+Beside sliding windows and learned sinks, and in an FP8 cache, too. So does what never
+cuts: a budget that never binds, and a pool with room in which no event is called.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from support import sweeps
-from support.engine.helpers import POLICIES, Engine, Job, Run, make_jobs
+from support.cpu import needs_float8
+from support.engine.helpers import POLICIES, Job, Run, make_jobs, serve
+from support.made_sliding import PATTERN, make_gemma3
 from vllm_kvpolicy.config_keys import PRESSURE
 
 # With ragged tables pages change heads and layers, too.
 RAGGED = " ragged"
 MOVERS = ("identity", "holes", "identity ragged", "holes ragged")
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
-LOGPROB_TOLERANCE = 1e-3
-MIN_MOVED = 0.5
 
 
 def named(policy: str) -> dict[str, object]:
     """Return the configuration of a policy as these tests name it."""
-    if not policy.endswith(RAGGED):
-        return {"policy": policy}
-    options = {"ragged": True}
-    return {"policy": policy.removesuffix(RAGGED), "policy_config": options}
+    options = {"ragged": True} if policy.endswith(RAGGED) else {}
+    if policy == "ams-expected":
+        options = {"expected_window": 40}
+    return {"policy": policy.removesuffix(RAGGED), "policy_config": options, **VALUES}
 
 
-def plain_jobs() -> list[Job]:
-    return make_jobs((40, 90, 150, 300, 410), 130, seed=5)
+plain_jobs = partial(make_jobs, (40, 90, 150, 300, 410), 130, seed=5)
 
 
 def jobs_with_aborts() -> list[Job]:
@@ -39,104 +44,135 @@ def jobs_with_aborts() -> list[Job]:
     ]
 
 
+@dataclass(frozen=True)
+class Case:
+    """Requests on an engine.
+
+    Args:
+        jobs: makes them.
+        engine: arguments of `Engine`.
+        least: events that they have at least.
+        model: fixture of its folder.
+        preempts: whether all engines run short of superblocks; None for whatever.
+    """
+
+    jobs: Callable[[], list[Job]]
+    engine: dict[str, Any] = field(default_factory=dict)
+    least: int = 15
+    model: str = "tiny_model"
+    preempts: bool | None = False
+
+
+CHUNKS = {"max_num_batched_tokens": 96}
 SCARCE = {"num_blocks": 36, "max_model_len": 640}
-CASES = {
-    "plain": (plain_jobs, {}, 15),
-    "preemption": (plain_jobs, {**SCARCE, "max_num_batched_tokens": 96}, 15),
-    "aborts": (jobs_with_aborts, SCARCE, 15),
+SHORT: dict[str, Any] = {**CHUNKS, "max_model_len": 896, "num_blocks": 60}
+STRAIN: dict[str, Any] = {**CHUNKS, "max_model_len": 512, "num_blocks": 24}
+# Requests preempt each other.
+SHORT["foresees"] = STRAIN["foresees"] = False
+by_windows = partial(make_jobs, (40, 150, 300, 600), 200, seed=5)
+in_bytes = partial(make_jobs, (40, 150, 300), 130, seed=5)
+OF_TINY = {
+    "plain": Case(plain_jobs),
+    "preemption": Case(plain_jobs, {**SCARCE, **CHUNKS}, preempts=True),
+    "aborts": Case(jobs_with_aborts, SCARCE, preempts=None),
 }
-RUNS = sweeps.paired(MOVERS, CASES)
+OF_GEMMA = {
+    "gemma3": Case(by_windows, CHUNKS, 20, "gemma3"),
+    "gemma3, preemption": Case(by_windows, SHORT, 20, "gemma3", True),
+}
+OF_BYTES = {
+    kind: Case(in_bytes, {**STRAIN, "kv_cache_dtype": kind}, 8, preempts=True)
+    for kind in ("fp8", "fp8_e5m2")
+}
+MORE = {
+    "full attention first": Case(by_windows, CHUNKS, 10, "reversed_gemma3"),
+    "gpt-oss": Case(partial(make_jobs, (40, 300), 150, seed=5), CHUNKS, 5, "gpt_oss"),
+}
+ROOMY = {**STRAIN, "kv_cache_dtype": "fp8", "num_blocks": 60, "foresees": True}
+CASES = {**OF_TINY, **OF_GEMMA, **OF_BYTES, **MORE}
+CASES |= {"no fp8": Case(in_bytes, STRAIN, 0), "fp8, roomy": Case(in_bytes, ROOMY)}
 
 
-class Runs:
-    """Runs of stock vLLM and of the movers, each made once."""
+def marked(*values: Any) -> Any:
+    """Return parameters of a test; an FP8 cache needs more of a CPU than others."""
+    needs = any(str(value).startswith("fp8") for value in values)
+    return pytest.param(*values, marks=needs_float8 if needs else ())
 
-    def __init__(self, model: Path, folder: Path) -> None:
-        self.model, self.folder = model, folder
-        self.get = cache(self._run)
 
-    def _run(self, policy: str | None, case: str) -> tuple[Run, dict[str, float]]:
-        make, changes, _ = CASES[case]
-        values = policy and {**named(policy), **VALUES}
-        trace = self.folder / str(policy) / case if policy else None
-        with Engine(self.model, values or None, trace, **changes) as engine:
-            run = engine.run(make())
-            assert engine.num_free == engine.num_usable
-            return run, engine.counters() if policy else {}
+RUNS = sweeps.paired(MOVERS, OF_TINY)
+OTHERS = [*sweeps.paired(MOVERS[:2], OF_GEMMA), *(("identity", each) for each in MORE)]
+OTHERS += [marked(*each) for each in sweeps.paired(("identity", MOVERS[3]), OF_BYTES)]
+Runs = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def runs(tiny_model: Path, tmp_path_factory) -> Runs:
-    return Runs(tiny_model, tmp_path_factory.mktemp("identity"))
+def reversed_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_gemma3(tmp_path_factory.mktemp("model"), pattern=PATTERN[::-1])
 
 
-def assert_same_output(run: Run, stock: Run) -> None:
-    """Same tokens; log-probabilities of the chosen ones within the tolerance."""
-    assert run.results.keys() == stock.results.keys()
-    for name, result in run.results.items():
-        expected = stock.results[name]
-        # Aborts fall on whole steps, so lengths agree too.
-        assert result.tokens == expected.tokens, name
-        for token, ours, theirs in zip(
-            result.tokens, result.logprobs, expected.logprobs, strict=True
-        ):
-            assert abs(ours[token] - theirs[token]) < LOGPROB_TOLERANCE
+@pytest.fixture(scope="module")
+def runs(request, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return what runs a policy, None for stock vLLM, once in a case."""
+
+    @cache
+    def run(policy: str | None, name: str) -> Run:
+        case = CASES[name]
+        trace = tmp_path_factory.mktemp("trace") if policy else None
+        model = request.getfixturevalue(case.model)
+        values = named(policy) if policy else None
+        return serve(model, values, case.jobs(), trace, **case.engine)
+
+    return run
 
 
-@pytest.mark.parametrize(("policy", "case"), RUNS)
-def test_tokens_are_those_of_stock(runs: Runs, policy: str, case: str) -> None:
-    run, counters = runs.get(policy, case)
-    stock, _ = runs.get(None, case)
-    assert_same_output(run, stock)
-    assert counters["events"] >= CASES[case][2]
-    assert counters["tokens_dropped"] == 0
+@pytest.mark.parametrize(("policy", "name"), [*RUNS, *OTHERS])
+def test_tokens_are_those_of_stock(runs: Runs, policy: str, name: str) -> None:
+    run, stock, case = runs(policy, name), runs(None, name), CASES[name]
+    run.check_answers(stock)
+    assert run.counters["events"] >= case.least
+    run.check_moved()
+    for each in (run, stock) if case.preempts is not None else ():
+        assert (each.preemptions > 0) == case.preempts
 
 
-@pytest.mark.parametrize("policy", [mover for mover, c in RUNS if c == "preemption"])
-def test_the_tiny_pool_preempts(runs: Runs, policy: str) -> None:
-    assert runs.get(policy, "preemption")[0].preemptions > 0
-    assert runs.get(None, "preemption")[0].preemptions > 0
-
-
-@pytest.mark.parametrize(("policy", "case"), RUNS)
-def test_most_tokens_moved(runs: Runs, policy: str, case: str) -> None:
-    """A mover that moves little would prove little."""
-    results = runs.get(policy, case)[0].results.values()
-    moved = [
-        event.moved
-        for result in results
-        for events in result.passes
-        for event in events
-    ]
-    assert sum(moved) / len(moved) >= MIN_MOVED
-
-
-@pytest.mark.parametrize("policy", [mover for mover, c in RUNS if c == "plain"])
+@pytest.mark.parametrize("policy", [mover for mover, name in RUNS if name == "plain"])
 def test_heads_are_shuffled_apart(runs: Runs, policy: str) -> None:
     """Different (layer, head) pairs hold the same tokens in different places."""
-    results = runs.get(policy, "plain")[0].results.values()
-    for event in [event for result in results for event in result.events]:
+    for event in runs(policy, "plain").events:
         survivors = event.survivors.reshape(-1, event.survivors.shape[-1])
         assert all(sorted(row) == list(range(event.frontier)) for row in survivors)
         assert len({tuple(row) for row in survivors}) == len(survivors)
 
 
+@needs_float8
+def test_rounding_changes_answers(runs: Runs) -> None:
+    """Were the flag without effect, the tests of FP8 caches would prove nothing."""
+    found = [runs(None, name).tokens for name in ("no fp8", *OF_BYTES)]
+    assert found[0] != found[1] != found[2] != found[0]
+
+
 NEVER_BINDS = {"budget": 2048, "interval": 64}
-NEVER_CALLED = {**VALUES, "events": PRESSURE}  # test_prefix_caching.py has all others
-STOCK = [(p, NEVER_BINDS) for p in sweeps.some(("adakv-snapkv", *POLICIES, *MOVERS))]
-STOCK += [("epikv", {**NEVER_CALLED, "budget": 68})]
+NEVER_CALLED = {"events": PRESSURE}  # test_prefix_caching.py has all others
+STOCK = [
+    (policy, NEVER_BINDS, "plain")
+    for policy in sweeps.some(("adakv-snapkv", *POLICIES, *MOVERS))
+]
+STOCK += [
+    ("epikv", {**NEVER_CALLED, "budget": 68}, "plain"),
+    ("ams-expected", NEVER_BINDS, "gemma3"),
+    ("ams-expected", NEVER_CALLED, "gemma3"),
+    ("ams-tova", NEVER_BINDS, "gpt-oss"),
+    marked("ams-tova", NEVER_BINDS, "fp8"),
+    marked("adakv-snapkv", NEVER_CALLED, "fp8, roomy"),
+]
 
 
-@pytest.mark.parametrize(("policy", "values"), STOCK)
+@pytest.mark.parametrize(("policy", "values", "name"), STOCK)
 def test_what_never_cuts_is_stock(
-    runs: Runs, tiny_model: Path, policy: str, values: dict[str, object]
+    request, runs: Runs, policy: str, values: dict[str, object], name: str
 ) -> None:
-    """A budget that never binds, and a pool with room in which no event is called."""
-    values = {**named(policy), **values}
-    with Engine(tiny_model, values) as engine:
-        run = engine.run(plain_jobs())
-        counters = engine.counters()
-    stock, _ = runs.get(None, "plain")
-    assert_same_output(run, stock)
-    assert counters["events"] == 0
-    assert run.steps == stock.steps
+    case, stock = CASES[name], runs(None, name)
+    model = request.getfixturevalue(case.model)
+    run = serve(model, {**named(policy), **values}, case.jobs(), **case.engine)
+    run.check_answers(stock)
+    assert not run.counters["events"] and run.steps == stock.steps

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from vllm.utils.system_utils import get_mp_context
 
-from support.engine.helpers import Engine, Job, make_prompt
+from support.engine.helpers import Engine, one_job_each
 from support.engine.tensor_parallel import LENGTHS, POLICY, Heads, write_model
 from vllm_kvpolicy.observe.hub import EngineReader, Hub
 from vllm_kvpolicy.observe.shared_files import own_engine
@@ -22,10 +22,7 @@ def listen(model: Path, ranks: int) -> tuple[Told, dict[str, Any]]:
     """Return the events that a listener hears of, and what it knows at the end."""
     values = {**POLICY, "policy": NAMES[0], "allow": list(NAMES[1:])}
     values |= {"live": True, "live_text": True}
-    jobs = [
-        Job(name, make_prompt(index, length), 130, extra_args={"kv_policy": name})
-        for index, (name, length) in enumerate(zip(NAMES, LENGTHS, strict=True))
-    ]
+    jobs = one_job_each(NAMES, LENGTHS, 130, seed=0)
     changes = {"max_num_batched_tokens": 160, "max_model_len": 512}
     with Engine(model, values, tensor_parallel_size=ranks, **changes) as engine:
         config = engine.core.vllm_config

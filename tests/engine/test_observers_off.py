@@ -57,7 +57,7 @@ def test_observers_that_die_are_told_and_nothing_else_changes(
         "worker": (compactor.live, "_summary", "LiveEvents"),
         "scheduler": (engine.scheduler.kv_policy_snapshots, "_look", "Snapshots"),
     }
-    expected = {name: r.tokens for name, r in engine.run(JOBS).results.items()}
+    expected = engine.run(JOBS).tokens
     missed: set[str] = set()
     assert off(engine, missed) == {"trace": 0, "live": 0, "counters": 0}
     policy_log.clear()
@@ -77,7 +77,7 @@ def test_observers_that_die_are_told_and_nothing_else_changes(
             engine.scheduler.kv_policy_counters.file.path.unlink()
 
     engine.trace = None  # its records are gone
-    found = {name: r.tokens for name, r in engine.run(JOBS, step).results.items()}
+    found = engine.run(JOBS, step).tokens
     assert steps > 2 * DIES_AT and found == expected
     for _ in range(3):
         assert off(engine, missed) == {"counters": 1}

@@ -1,6 +1,6 @@
 """The oracles can fail: each of three mistakes in the worker makes them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from support.engine.helpers import Engine, Result, config_of, make_jobs
+from support.engine.helpers import Engine, config_of, make_jobs, serve
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
@@ -43,52 +43,46 @@ def engine(tiny_model: Path, tmp_path_factory, request) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="module")
-def decoder(tiny_model: Path) -> ReferenceDecoder:
-    return ReferenceDecoder(tiny_model)
-
-
-def run(engine: Engine) -> list[Result]:
-    jobs = make_jobs(LENGTHS, 110, seed=3)
-    return list(engine.run(jobs).results.values())
+JOBS = make_jobs(LENGTHS, 110, seed=3)
 
 
 def oracles_agree(engine: Engine, decoder: ReferenceDecoder) -> Checks:
     """Return whether the selection and the replay oracle find nothing wrong."""
-    results = run(engine)
-    assert sum(len(result.events) for result in results) >= 5
-    config = config_of(engine.values)
+    run, config = engine.run(JOBS), config_of(engine.values)
+    assert len(run.events) >= 5
 
-    def selection(result: Result) -> bool:
+    def agrees(check: Callable[..., Any], *more: Any) -> bool:
         try:
-            check_selection(decoder, result, config, 32, Report())
+            for result in run.results.values():
+                check(decoder, result, *more)
         except Mismatch:
             return False
         return True
 
-    def replay(result: Result) -> bool:
-        try:
-            check_replay(decoder, result)
-        except Mismatch:
-            return False
-        return True
-
-    return all(map(selection, results)), all(map(replay, results))
+    return agrees(check_selection, config, 32, Report()), agrees(check_replay)
 
 
 def test_both_oracles_agree_without_a_mutation(engine, decoder) -> None:
     assert oracles_agree(engine, decoder) == (True, True)
 
 
-def test_window_shifted_by_one(engine, decoder, monkeypatch) -> None:
+QUERIES = QueryWindows.queries
+
+
+def shifted(self: QueryWindows, *asked: Any) -> torch.Tensor:
     """Queries one token too old: other survivors, which the replay then replays."""
-    queries = QueryWindows.queries
+    window = QUERIES(self, *asked)
+    return torch.cat([window[:, :, :, :1], window[:, :, :, :-1]], dim=3)
 
-    def shifted(self: QueryWindows, *asked: Any) -> torch.Tensor:
-        window = queries(self, *asked)
-        return torch.cat([window[:, :, :, :1], window[:, :, :, :-1]], dim=3)
 
-    monkeypatch.setattr(QueryWindows, "queries", shifted)
+def swapped(self: QueryWindows, rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Two requests that have an event together are judged by each other's queries."""
+    return QUERIES(self, rows.flip(0), size)
+
+
+@pytest.mark.parametrize("wrong", [shifted, swapped])
+def test_wrong_windows(engine, decoder, monkeypatch, wrong) -> None:
+    monkeypatch.setattr(QueryWindows, "queries", wrong)
     selection, _ = oracles_agree(engine, decoder)
     assert not selection
 
@@ -111,18 +105,6 @@ def test_two_requests_rows_swapped(engine, decoder, monkeypatch) -> None:
     _, replay = oracles_agree(engine, decoder)
     assert swaps
     assert not replay
-
-
-def test_two_requests_windows_swapped(engine, decoder, monkeypatch) -> None:
-    """Two requests that have an event together are judged by each other's queries."""
-    queries = QueryWindows.queries
-
-    def swapped(self: QueryWindows, rows: torch.Tensor, size: int) -> torch.Tensor:
-        return queries(self, rows.flip(0), size)
-
-    monkeypatch.setattr(QueryWindows, "queries", swapped)
-    selection, _ = oracles_agree(engine, decoder)
-    assert not selection
 
 
 def test_one_head_dropped_when_moving(engine, decoder, monkeypatch) -> None:
@@ -174,8 +156,7 @@ def test_a_pass_that_chooses_otherwise(
     monkeypatch.setattr(RandomScorer, "score", drawn_anew)
     values = {"policy": "random", **VALUES}
     pool = {"num_blocks": 17, "foresees": False}
-    with Engine(tiny_model, values, tmp_path, **pool) as engine:
-        results = list(engine.run(make_jobs(LENGTHS, 110, seed=3)).results.values())
+    results = list(serve(tiny_model, values, JOBS, tmp_path, **pool).results.values())
     for result in results:
         check_replay(decoder, result)
     repeated = [result for result in results if len(set(result.computed_in)) > 1]

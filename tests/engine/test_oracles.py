@@ -29,6 +29,7 @@ from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.tiny_model import make_tiny_model
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 
@@ -59,41 +60,27 @@ class Scenario:
     is_warm: bool = False
 
 
+SIZES = {"budget": 110, "interval": 56, "prefill_interval": 256}
+SIZES |= {"recent": 40, "sinks": 7}
+ROOM = {"max_num_batched_tokens": 96, "max_model_len": 640}
+# What can go wrong at once: a budget that is no multiple of a page, events inside
+# prompts, prompts in chunks, a pool that forces preemptions.
+TIGHT = Scenario(
+    names=POLICIES + (MOVERS if sweeps.every_name else ()),
+    policy=SIZES,
+    lengths=(40, 170, 420),
+    engine={**ROOM, "num_blocks": 44, "foresees": False},
+)
 # A pool in which not all fit whole, and events when the scheduler calls for them.
 SHORT = Scenario(
     names=("tova", "snapkv", "ams-snapkv"),
-    policy={
-        "events": PRESSURE,
-        "budget": 110,
-        "interval": 56,
-        "prefill_interval": 256,
-        "recent": 40,
-        "sinks": 7,
-    },
+    policy={**SIZES, "events": PRESSURE},
     lengths=(40, 170, 420),
     max_tokens=200,
-    engine={"max_num_batched_tokens": 96, "num_blocks": 60, "max_model_len": 640},
+    engine={**ROOM, "num_blocks": 60},
 )
 SCENARIOS = {
-    # What can go wrong at once: a budget that is no multiple of a page, events inside
-    # prompts, prompts in chunks, a pool that forces preemptions.
-    "tight": Scenario(
-        names=POLICIES + (MOVERS if sweeps.every_name else ()),
-        policy={
-            "budget": 110,
-            "interval": 56,
-            "prefill_interval": 256,
-            "recent": 40,
-            "sinks": 7,
-        },
-        lengths=(40, 170, 420),
-        engine={
-            "max_num_batched_tokens": 96,
-            "num_blocks": 44,
-            "max_model_len": 640,
-            "foresees": False,
-        },
-    ),
+    "tight": TIGHT,
     # 40 + 153 tokens end right before an event, 41 + 153 right after it; so that they
     # do, events are not spread.
     "aligned": Scenario(
@@ -127,6 +114,7 @@ SCENARIOS = {
     "short, async": replace(
         SHORT, is_async=True, policy={**SHORT.policy, "ceiling": 190}
     ),
+    "tight, async": replace(TIGHT, is_async=True),
     # Requests without a bound take what they want, and preempt others.
     "neighbours": replace(
         SHORT,
@@ -180,11 +168,11 @@ def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
                 allow_async_scheduling(patch)
             with Engine(model, values, folder / "trace", **case.engine) as engine:
                 assert (engine.core.batch_queue is not None) == case.is_async
+                scheduler = compat.SCHEDULER_CLASSES[case.is_async].rpartition(".")[2]
+                assert type(engine.scheduler).__name__ == scheduler
                 run = engine.run(jobs)
                 if case.is_warm:
                     run = engine.run(jobs)
-                engine.tell_worker_of_the_last_finish()
-                assert engine.num_free == engine.num_usable, "superblocks are lost"
         return Served(
             decoder=ReferenceDecoder(model),
             config=config_of(values),
@@ -211,11 +199,7 @@ def test_the_tight_case_is_tight(serve: Serve) -> None:
     """It has preemptions, and events inside prompts."""
     run = serve("tight").run
     assert run.preemptions > 0
-    assert any(
-        event.position < len(result.job.prompt)
-        for result in run.results.values()
-        for event in result.events
-    )
+    assert any(event.position < event.prompt for event in run.events)
 
 
 @cache
@@ -269,9 +253,9 @@ def test_survivors_are_the_same_after_a_preemption(serve: Serve) -> None:
 @pytest.mark.parametrize("scenario", CALLED)
 def test_short_pools_call_for_what_they_need(serve: Serve, scenario: str) -> None:
     """Nobody is preempted while all fit at their floors; not all are cut to these."""
-    case, results = SCENARIOS[scenario], serve(scenario).run.results.values()
-    budgets = [cut[1] for each in results for cut in sum(each.record, [])]
+    case, run = SCENARIOS[scenario], serve(scenario).run
+    budgets = [budget for _, budget in run.calls]
     assert min(budgets) >= case.policy["budget"] < max(budgets)
-    preempted = [any(each.record[:-1]) for each in results]  # with an event before
-    assert any(preempted) == ("none" in case.names)
-    assert (serve(scenario).run.preemptions > 0) == ("none" in case.names)
+    # With an event before.
+    preempted = [any(each.record[:-1]) for each in run.results.values()]
+    assert any(preempted) == (run.preemptions > 0) == ("none" in case.names)

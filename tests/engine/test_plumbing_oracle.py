@@ -1,19 +1,31 @@
 """Every word of the package on one server: what it selects, and what it answers.
 
 Requests choose their policies by name; chunked prompts, events inside prompts and
-preemptions included, or events that are called for. See oracle_plumbing and
-oracle_replay.
+preemptions included, or events that are called for, or FP8 caches with scales. See
+oracle_plumbing and oracle_replay.
 """
 
-from copy import deepcopy
-from dataclasses import replace
+from collections.abc import Callable
+from copy import copy, deepcopy
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from support.calibration_files import options_for
-from support.engine.helpers import Engine, Job, Result, Run, config_of, make_prompt
+from support.cpu import needs_float8
+from support.engine.float8_oracle import (
+    SCALES,
+    STORED,
+    RoundedCache,
+    check_storage,
+    run_and_see,
+    scaled_cache,
+)
+from support.engine.helpers import Engine, Result, Run, config_of, one_job_each, serve
 from support.engine.oracle_plumbing import check_plumbing
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report
@@ -32,99 +44,123 @@ BASE = {
 ENGINE = {"max_num_batched_tokens": 128, "max_model_len": 832}
 ALL = covering(evictions())
 # With `always` requests preempt each other.
-POOLS = {ALWAYS: {"num_blocks": 60, "foresees": False}, PRESSURE: {"num_blocks": 120}}
-CASES = [(events, name) for events in POOLS for name in ALL]
+POOLS: dict[str, dict[str, Any]] = {
+    ALWAYS: {"num_blocks": 60, "foresees": False},
+    PRESSURE: {"num_blocks": 120},
+    "fp8": {"num_blocks": 1500, "kv_cache_dtype": "fp8"},
+    "fp8_e5m2": {"num_blocks": 120, "kv_cache_dtype": "fp8_e5m2"},
+}
+CALLED = PRESSURE, "fp8_e5m2"
+CASES = [
+    pytest.param(case, name, marks=needs_float8 if case in STORED else ())
+    for case in POOLS
+    for name in ALL
+]
+# The model's keys all have one length, which sees ties only, but for what FP8 rounds.
+UNTIED = [each for each in CASES if each.marks or "knorm" not in each.values[1]]
 
 
-def jobs_for(policies: list[str]) -> list[Job]:
-    return [
-        Job(
-            name,
-            make_prompt(7000 + number, (37, 180, 300, 430)[number % 4]),
-            290,
-            extra_args={"kv_policy": name},
-            prompt_logprobs=True,
-        )
-        for number, name in enumerate(policies)
-    ]
+@dataclass
+class Served:
+    """What a server gave, its configuration, and what an FP8 cache stored, by name."""
+
+    case: str
+    run: Run
+    config: KVPolicyConfig
+    stored: dict[str, torch.Tensor]
+
+    def decoder(self, plain: ReferenceDecoder, name: str) -> ReferenceDecoder:
+        """Return a decoder with the cache of a request."""
+        if not self.stored:
+            return plain
+        decoder = copy(plain)
+        decoder.cached = RoundedCache(STORED[self.case], self.stored[name], SCALES)
+        return decoder
+
+
+Serve = Callable[[str], Served]
 
 
 @pytest.fixture(scope="module")
-def serve(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Return what runs all policies, once, and their server's configuration."""
+def server(tiny_model: Path, decoder, tmp_path_factory) -> Serve:
+    """Return what runs all policies, once."""
 
     @cache
-    def served(events: str) -> tuple[Run, KVPolicyConfig]:
+    def served(case: str) -> Served:
         trace = tmp_path_factory.mktemp("trace")
         options = {"expected_window": 48, "snapmax_window": 48, "allow": ALL}
         for scorer in ("triattention", "qfilter"):
             options |= options_for(scorer, trace, 2, 2, 2, 32)
-        values = {"policy": ALL[0], **BASE, "policy_config": options, "events": events}
-        with Engine(tiny_model, values, trace, **ENGINE, **POOLS[events]) as engine:
-            return engine.run(jobs_for(ALL)), config_of(values)
+        values = {"policy": ALL[0], **BASE, "policy_config": options}
+        values["events"] = PRESSURE if case in CALLED else ALWAYS
+        jobs = one_job_each(ALL, (37, 180, 300, 430), 290, prompt_logprobs=True)
+        changes, config = {**ENGINE, **POOLS[case]}, config_of(values)
+        if case not in STORED:
+            run = serve(tiny_model, values, jobs, trace, **changes)
+            return Served(case, run, config, {})
+        with scaled_cache(SCALES):
+            engine = Engine(tiny_model, values, trace, **changes)
+        with engine:
+            check_storage(engine, case)
+            scales = engine.runtime.compactor.pool.float8.scales
+            assert tuple(map(tuple, scales.values())) == SCALES
+            run, stored = run_and_see(engine, jobs, decoder)
+        return Served(case, run, config, stored)
 
     return served
 
 
-@pytest.fixture(scope="module")
-def decoder(tiny_model: Path) -> ReferenceDecoder:
-    return ReferenceDecoder(tiny_model)
+@pytest.mark.parametrize("case", [ALWAYS, PRESSURE])
+def test_the_run_strains_the_engine(server: Serve, case: str) -> None:
+    run = server(case).run
+    assert (run.preemptions > 0) == (case == ALWAYS)
+    assert all(result.events for result in run.results.values())
+    rows = [event.survivors for event in run.events]
+    assert any((each < 0).any() for each in rows)  # heads of different lengths
 
 
-@pytest.mark.parametrize("events", POOLS)
-def test_the_run_strains_the_engine(serve, events: str) -> None:
-    run, _ = serve(events)
-    results = run.results
-    assert (run.preemptions > 0) == (events == ALWAYS)
-    assert all(len(result.events) >= 1 for result in results.values())
-    held = [e.survivors for r in results.values() for e in r.events]
-    assert any((rows < 0).any() for rows in held)  # heads of different lengths
-
-
-@pytest.mark.parametrize(("events", "name"), CASES)
+@pytest.mark.parametrize(("case", "name"), CASES)
 def test_answers_follow_from_the_survivors(
-    serve, decoder: ReferenceDecoder, events: str, name: str
+    server: Serve, decoder: ReferenceDecoder, case: str, name: str
 ) -> None:
-    check_replay(decoder, serve(events)[0].results[name])
+    served = server(case)
+    assert served.run.results[name].events
+    check_replay(served.decoder(decoder, name), served.run.results[name])
 
 
-def plumbing(
-    decoder: ReferenceDecoder, server: KVPolicyConfig, result: Result
-) -> Report:
+def plumbing(decoder: ReferenceDecoder, served: Served, result: Result) -> Report:
     """Return what the oracle says about a request."""
-    config = server.with_request(result.job.extra_args, 32)
+    config = served.config.with_request(result.job.extra_args, 32)
     assert config is not None
     if config.protects_prompt:
         prompt = len(result.job.prompt)
         config = replace(config, budget_tokens=config.budget_tokens + prompt)
-    report = Report()
-    check_plumbing(decoder, result, config, config.resolved().options, 32, report)
+    report, options = Report(), config.resolved().options
+    decoder = served.decoder(decoder, result.job.name)
+    check_plumbing(decoder, result, config, options, 32, report)
     report.check()
     return report
 
 
-# The model's keys all have one length: knorm sees ties only.
-@pytest.mark.parametrize(
-    ("events", "name"), [case for case in CASES if "knorm" not in case[1]]
-)
+@pytest.mark.parametrize(("case", "name"), UNTIED)
 def test_selection_is_the_policys(
-    serve, decoder: ReferenceDecoder, events: str, name: str
+    server: Serve, decoder: ReferenceDecoder, case: str, name: str
 ) -> None:
-    run, server = serve(events)
-    assert plumbing(decoder, server, run.results[name]).decisions > 0
+    served = server(case)
+    assert plumbing(decoder, served, served.run.results[name]).decisions > 0
 
 
 @pytest.mark.parametrize("mistake", ["heads swapped", "tokens of their neighbours"])
 def test_a_wrong_selection_is_noticed(
-    serve, decoder: ReferenceDecoder, mistake: str
+    server: Serve, decoder: ReferenceDecoder, mistake: str
 ) -> None:
     """Seeded faults in pages, memory, positions and signals are left to others."""
     name = next(name for name in ALL if name.endswith("snapkv"))
-    run, server = serve(ALWAYS)
-    result = run.results[name]
+    served = server(ALWAYS)
+    result = served.run.results[name]
     passes = deepcopy(result.passes)
     for event in passes[-1]:
         swapped, shifted = event.selected[:, ::-1].copy(), event.selected - 1
         event.selected[:] = swapped if mistake == "heads swapped" else shifted
     with pytest.raises(Mismatch, match="selected differ"):
-        plumbing(decoder, server, replace(result, passes=passes))
+        plumbing(decoder, served, replace(result, passes=passes))

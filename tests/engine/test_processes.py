@@ -1,103 +1,85 @@
 """API process, engine and worker apart give what one process gives.
 
-Everything that a policy needs then travels in messages.
+Everything that a policy needs then travels in messages; a user's own scorer is imported
+by name in each of them.
 """
 
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from support.engine.helpers import (
-    Engine,
-    Run,
-    engine_arguments,
-    make_jobs,
-    read_records,
-)
+from support.engine.helpers import engine_arguments, make_jobs, read_records, serve
+from support.engine.run_multiprocess import run_apart
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = "support.engine.run_multiprocess"  # a module, run within TESTS
 VALUES = {"budget": 110, "interval": 40, "prefill_interval": 256}
 POLICIES = ("identity", "ams-snapkv")
 JOBS = make_jobs((40, 150, 300, 600), 200, seed=40)
+# `knorm` under another name.
+OWN = """
+from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
+
+class Shortest(KnormScorer):
+    summary = "keys with the smallest norm"
+"""
+NAMES = ("adakv-own_policies:Shortest", "adakv-knorm")
+pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def traces(tmp_path_factory) -> dict[str, Path]:
-    """Where the engines in other processes record their events."""
-    return {name: tmp_path_factory.mktemp(name) for name in POLICIES}
-
-
-@pytest.fixture(scope="module")
-def apart(tiny_model: Path, tmp_path_factory, traces) -> dict[str, dict[str, Any]]:
-    """What each policy gives with several processes."""
-    folder = tmp_path_factory.mktemp("apart")
-    spec, out = folder / "spec.json", folder / "out.json"
+def test_answers_and_survivors_do_not_depend_on_processes(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     prompts = [job.prompt for job in JOBS]
-    specs = []
-    for name in POLICIES:
-        values = {"policy": name, **VALUES}
-        arguments = engine_arguments(tiny_model, values, traces[name])
-        fields = {"prompts": prompts, "max_tokens": JOBS[0].max_tokens}
-        specs.append({"arguments": arguments, **fields})
-    spec.write_text(json.dumps(specs))
-    done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(spec), str(out)],
-        cwd=TESTS,
-        env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(POLICIES, json.loads(out.read_text()), strict=True))
-
-
-@pytest.fixture(scope="module")
-def one_process(tiny_model: Path, tmp_path_factory) -> dict[str | None, Run]:
-    """What each policy, and stock vLLM, gives in this process."""
-    runs = {}
-    for name in (None, "ams-snapkv"):
-        values = name and {"policy": name, **VALUES}
-        trace = tmp_path_factory.mktemp("one") if name else None
-        with Engine(tiny_model, values, trace) as engine:
-            runs[name] = engine.run(JOBS)
-    return runs
-
-
-@pytest.mark.slow
-def test_there_are_several_processes(apart) -> None:
-    for found in apart.values():
-        assert found["processes"] >= 2
-        assert found["counters"]["events"] >= 15
-
-
-@pytest.mark.slow
-def test_identity_is_stock(apart, one_process) -> None:
-    assert apart["identity"]["tokens"] == list(one_process[None].tokens.values())
-    assert apart["identity"]["counters"]["tokens_dropped"] == 0
-
-
-@pytest.mark.slow
-def test_survivors_do_not_depend_on_processes(apart, one_process, traces) -> None:
-    expected = one_process["ams-snapkv"].results
-    assert apart["ams-snapkv"]["tokens"] == list(
-        one_process["ams-snapkv"].tokens.values()
-    )
-    passes = read_records(traces["ams-snapkv"], set())
+    values = [{"policy": name, **VALUES} for name in POLICIES]
+    specs = [
+        {
+            "arguments": engine_arguments(tiny_model, each, tmp_path / each["policy"]),
+            "prompts": prompts,
+            "max_tokens": JOBS[0].max_tokens,
+        }
+        for each in values
+    ]
+    identity, ams = run_apart(specs, tmp_path)
+    for found in (identity, ams):
+        assert found["processes"] >= 2 and found["counters"]["events"] >= 15
+    stock = serve(tiny_model, None, JOBS)
+    assert identity["tokens"] == list(stock.tokens.values())
+    assert identity["counters"]["tokens_dropped"] == 0
+    expected = serve(tiny_model, values[1], JOBS, tmp_path / "one")
+    assert ams["tokens"] == list(expected.tokens.values())
+    passes = read_records(tmp_path / POLICIES[1], set())
     # vLLM numbers offline requests in their order.
     by_order = sorted(passes, key=lambda name: int(name.partition("-")[0]))
-    compared = 0
-    for request_id, result in zip(by_order, expected.values(), strict=True):
+    for request_id, result in zip(by_order, expected.results.values(), strict=True):
         (events,) = passes[request_id]
         for ours, theirs in zip(events, result.events, strict=True):
             assert ours.position == theirs.position
             assert np.array_equal(ours.survivors, theirs.survivors)
             assert np.array_equal(ours.selected, theirs.selected)
-            compared += 1
-    assert compared >= 15
+    assert len(expected.events) >= 15
+
+
+def test_every_process_imports_a_scorer_by_name(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    """With ranks of its own."""
+    (tmp_path / "own_policies.py").write_text(OWN)
+    (job,) = make_jobs((300,), 100, seed=7)
+    values = {"policy": NAMES[0], "allow": [NAMES[1]], "budget": 110, "interval": 40}
+    asked = {
+        "arguments": engine_arguments(
+            tiny_model, values, tmp_path / "trace", tensor_parallel_size=2
+        ),
+        "prompts": [job.prompt] * len(NAMES),
+        "max_tokens": job.max_tokens,
+        "extra_args": [{"kv_policy": name} for name in NAMES],
+    }
+    paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    (found,) = run_apart([asked], tmp_path, PYTHONPATH=path)
+    assert found["processes"] >= 2 and found["counters"]["events"] >= 4
+    assert found["tokens"][0] == found["tokens"][1]
+    records = read_records(tmp_path / "trace", set())
+    policies = {r.policy for each in records.values() for run in each for r in run}
+    assert policies == set(NAMES)

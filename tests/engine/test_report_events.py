@@ -14,9 +14,10 @@ from support.engine.helpers import (
     BLOCK,
     Engine,
     Result,
-    Session,
+    Run,
     footprint_of,
     make_jobs,
+    serve,
 )
 from support.made_gates import make_gates
 from vllm_kvpolicy.observe.metrics import CAUSES
@@ -38,23 +39,19 @@ def policy_of(name: str, folder: Path) -> dict[str, Any]:
     return {**BASE, **more, "report_events": True, "spread_events": False}
 
 
-def said_by(session: Session) -> dict[str, dict[str, list[list[float]]]]:
+def said_by(run: Run) -> dict[str, dict[str, list[list[float]]]]:
     """Return what the answers said, by name."""
-    outputs = session.outputs.items()
-    return {name: output.kv_transfer_params["kv_policy"] for name, output in outputs}
+    results = run.results.items()
+    return {name: each.output.kv_transfer_params["kv_policy"] for name, each in results}
 
 
 @pytest.mark.parametrize("name", ["adakv-snapkv", "wgkv+snapkv"])
 def test_answers_say_what_traces_hold(name, tiny_model, tmp_path):
     """Preempted, with prompts in chunks, next to each other."""
     policy = policy_of(name, tmp_path)
-    with Engine(
-        tiny_model, policy, tmp_path / "trace", foresees=False, **TIGHT
-    ) as engine:
-        session = Session(engine, make_jobs(LENGTHS, TOKENS))
-        while session.step():
-            pass
-        run, said = session.finish(), said_by(session)
+    pool = {**TIGHT, "foresees": False, "trace": tmp_path / "trace"}
+    run = serve(tiny_model, policy, make_jobs(LENGTHS, TOKENS), **pool)
+    said = said_by(run)
     assert run.preemptions and len(said) == len(LENGTHS)
     for request, result in run.results.items():
         assert result.passes[-1]
@@ -94,10 +91,8 @@ def test_under_pressure_answers_say_which_events_they_had_or_that_none(
     with Engine(tiny_model, policy, tmp_path / "trace", **TIGHT) as engine:
         assert engine.counters()["floor_tokens"] == floor
         assert engine.counters()["level_tokens"] == 0
-        session = Session(engine, [*few, *many])
-        while session.step():
-            pass
-        run, said, found = session.finish(), said_by(session), engine.counters()
+        run = engine.run([*few, *many])
+    said, found = said_by(run), run.counters
     for request, result in run.results.items():
         check_said(said[request], result)
     uncut = [name for name, told in said.items() if told == {"dropped": []}]
@@ -116,12 +111,8 @@ def test_costs_are_what_the_scheduler_counts(name, tiny_model, tmp_path):
     """But for one block of a request whose event has not been answered yet."""
     policy = policy_of(name, tmp_path)
     jobs = make_jobs(LENGTHS, TOKENS)
-    with Engine(tiny_model, policy) as engine:
-        session = Session(engine, jobs)
-        while session.step():
-            pass
-        said, counted = said_by(session), engine.counters()
-    peaks = 0
+    run = serve(tiny_model, policy, jobs)
+    said, peaks = said_by(run), 0
     for job in jobs:
         footprint = footprint_of(policy, job)
         assert bool(footprint.window_blocks) is ("snapkv" in name)
@@ -135,15 +126,12 @@ def test_costs_are_what_the_scheduler_counts(name, tiny_model, tmp_path):
         if name == "wgkv":
             assert read < bounded_cost(*size, footprint)[0]
     late = 0 if name == "snapkv" else len(jobs)
-    assert peaks <= counted["peak_blocks"] <= peaks + late
+    assert peaks <= run.counters["peak_blocks"] <= peaks + late
 
 
 def test_answers_say_nothing_unless_asked_to(tiny_model, tmp_path):
     policy = {**policy_of("snapkv", tmp_path), "report_events": False}
     (job,) = make_jobs((200,), TOKENS)
-    with Engine(tiny_model, policy) as engine:
-        session = Session(engine, [job])
-        while session.step():
-            pass
-        assert engine.counters()["events"] > 1
-        assert session.outputs[job.name].kv_transfer_params is None
+    run = serve(tiny_model, policy, [job])
+    assert run.counters["events"] > 1
+    assert run.results[job.name].output.kv_transfer_params is None

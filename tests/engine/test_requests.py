@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support.engine.helpers import BLOCK, Engine, Session, config_of, make_jobs
+from support.engine.helpers import BLOCK, Engine, Session, config_of, make_jobs, serve
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
-from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import some
 
 VALUES = {"policy": "snapkv", "budget": 128, "interval": 64, "prefill_interval": 256}
@@ -18,32 +17,9 @@ LENGTHS = (60, 200, 350)
 
 
 @pytest.fixture(scope="module")
-def decoder(tiny_model: Path) -> ReferenceDecoder:
-    return ReferenceDecoder(tiny_model)
-
-
-@pytest.fixture(scope="module")
-def stock_tokens(tiny_model: Path) -> dict[str, list[int]]:
-    with Engine(tiny_model) as engine:
-        return engine.run(make_jobs(LENGTHS, 140, seed=20)).tokens
-
-
-@pytest.fixture(scope="module")
-def engine(stock_tokens, tiny_model: Path, tmp_path_factory) -> Iterator[Engine]:
+def engine(tiny_model: Path, tmp_path_factory) -> Iterator[Engine]:
     with Engine(tiny_model, VALUES, tmp_path_factory.mktemp("requests")) as engine:
         yield engine
-
-
-def test_policy_none_is_stock(engine: Engine, stock_tokens) -> None:
-    """One request of three opts out; it alone has stock vLLM's tokens."""
-    jobs = make_jobs(LENGTHS, 140, seed=20)
-    jobs[1] = replace(jobs[1], extra_args={"kv_policy": "none"})
-    run = engine.run(jobs)
-    assert run.tokens["r1"] == stock_tokens["r1"]
-    assert run.tokens["r2"] != stock_tokens["r2"]
-    assert not run.results["r1"].events
-    assert run.results["r0"].events
-    assert run.results["r2"].events
 
 
 def test_a_smaller_budget_bounds_that_request(engine: Engine, decoder) -> None:
@@ -76,9 +52,8 @@ def test_a_protected_prompt_stays(
 ) -> None:
     values = {**VALUES, "policy": policy, "protect_prompt": True, "budget": 96}
     values["interval"] = 40
-    with Engine(tiny_model, values, tmp_path) as engine:
-        results = engine.run(make_jobs((50, 130, 310), 190, seed=22)).results
-    for result in results.values():
+    jobs = make_jobs((50, 130, 310), 190, seed=22)
+    for result in serve(tiny_model, values, jobs, tmp_path).results.values():
         assert len(result.events) >= 2
         prompt = np.arange(len(result.job.prompt))
         for event in result.events:

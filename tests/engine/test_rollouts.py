@@ -4,7 +4,6 @@ On a CPU vLLM neither transfers weights nor sleeps. Here a file stands in for th
 trainer, and what a GPU's memory would lose, the KV cache and weights, is overwritten.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 
-from support.engine.helpers import Engine, Job, Run, make_prompt
+from support.engine.helpers import OWN, Engine, Run, jobs_of, serve
 from support.sweeps import some
 from support.tiny_model import make_tiny_model
 
@@ -32,32 +31,10 @@ NAMES = ("ams-tova", "epikv", "none")
 RUBBISH = 3.0  # not NaN, which stock kernels read behind the last token, too
 
 
-def jobs_of(names: Iterable[str]) -> list[Job]:
-    """Return a job per policy and prompt length; "own" is the server's own policy."""
-    return [
-        Job(
-            f"{name}_{length}",
-            make_prompt(length, length),
-            100,
-            extra_args=None if name == "own" else {"kv_policy": name},
-        )
-        for name in names
-        for length in LENGTHS
-    ]
-
-
 def check_identity(run: Run, expected: Run) -> None:
     """The server's own policy, `identity`, gives what `none` gives elsewhere."""
     for length in LENGTHS:
-        assert run.tokens[f"own_{length}"] == expected.tokens[f"none_{length}"]
-
-
-def check_idle(engine: Engine, num_events: int) -> None:
-    """Every superblock is back, nothing is left of any request, events are counted."""
-    engine.tell_worker_of_the_last_finish()
-    assert engine.num_free == engine.num_usable
-    assert not engine.scheduler.kv_policy_planner.states
-    assert engine.counters()["events"] >= num_events
+        assert run.tokens[f"{OWN} {length}"] == expected.tokens[f"none {length}"]
 
 
 # -- new weights ----------------------------------------------------------------------
@@ -70,11 +47,7 @@ class Nothing:
 
 @dataclass
 class Weights:
-    """One update.
-
-    Args:
-        path: a .safetensors file with all weights.
-    """
+    """One update."""
 
     path: str
 
@@ -126,22 +99,22 @@ def test_new_weights_answer_as_if_they_had_been_loaded(
     monkeypatch.setitem(registry, "file", lambda: FromFile)
     changes: dict[str, Any] = {"enable_prefix_caching": True}
     changes["weight_transfer_config"] = WeightTransferConfig(backend="file")
-    jobs = jobs_of(NAMES)
-    with Engine(trained, SERVER) as engine:
-        expected = engine.run(jobs)
+    jobs, own = jobs_of(NAMES, LENGTHS, 100), jobs_of([OWN], LENGTHS, 100)
+    expected = serve(trained, SERVER, jobs)
     with Engine(tiny_model, SERVER, **changes) as engine:
         first = engine.run(jobs)
         update(engine, trained)
         assert engine.run(jobs).tokens == expected.tokens
         update(engine, tiny_model)
-        assert engine.run(jobs).tokens == first.tokens
-        check_idle(engine, 60)
+        last = engine.run(jobs)
+    assert last.tokens == first.tokens and last.counters["events"] >= 60
     assert all(first.tokens[name] != expected.tokens[name] for name in first.tokens)
     with Engine(tiny_model, IDENTITY, **changes) as engine:
-        check_identity(engine.run(jobs_of(["own"])), first)
+        check_identity(engine.run(own), first)
         update(engine, trained)
-        check_identity(engine.run(jobs_of(["own"])), expected)
-        check_idle(engine, 20)
+        last = engine.run(own)
+    check_identity(last, expected)
+    assert last.counters["events"] >= 20
 
 
 # -- sleep ----------------------------------------------------------------------------
@@ -164,8 +137,7 @@ def sleep_and_wake(engine: Engine, level: int, mode: str) -> None:
 @pytest.fixture(scope="module")
 def awake(tiny_model: Path) -> Run:
     """Return what an engine answers that never sleeps."""
-    with Engine(tiny_model, SERVER) as engine:
-        return engine.run(jobs_of(NAMES))
+    return serve(tiny_model, SERVER, jobs_of(NAMES, LENGTHS, 100))
 
 
 @pytest.mark.parametrize("level", some([2, 1]))
@@ -173,14 +145,14 @@ def test_an_engine_that_slept_answers_as_before(
     tiny_model: Path, awake: Run, level: int
 ) -> None:
     """Prompts that were cached are computed again."""
-    jobs = jobs_of(NAMES)
+    jobs = jobs_of(NAMES, LENGTHS, 100)
     with Engine(tiny_model, SERVER, enable_prefix_caching=True) as engine:
-        assert engine.run(jobs).tokens == awake.tokens
-        num_events = engine.counters()["events"]
-        assert num_events >= 20
+        before = engine.run(jobs)
         sleep_and_wake(engine, level, "abort")
-        assert engine.run(jobs).tokens == awake.tokens
-        check_idle(engine, 2 * num_events)
+        after = engine.run(jobs)
+    assert before.tokens == after.tokens == awake.tokens
+    num_events = before.counters["events"]
+    assert num_events >= 20 and after.counters["events"] >= 2 * num_events
 
 
 @pytest.mark.parametrize("level", some([1, 2]))
@@ -195,7 +167,6 @@ def test_requests_that_slept_go_on(tiny_model: Path, awake: Run, level: int) -> 
             if num_steps in (30, 31, 70):
                 sleep_and_wake(engine, level, "keep")
 
-        run = engine.run(jobs_of(["own"]), on_step)
-        check_identity(run, awake)
-        assert run.preemptions == 3 * len(LENGTHS)
-        check_idle(engine, 10)
+        run = engine.run(jobs_of([OWN], LENGTHS, 100), on_step)
+    check_identity(run, awake)
+    assert run.preemptions == 3 * len(LENGTHS) and run.counters["events"] >= 10

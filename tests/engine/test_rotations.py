@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.engine.helpers import Engine, Job, make_prompt
+from support.engine.helpers import Job, make_prompt, serve
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 
 SIZE = 32
@@ -77,11 +77,8 @@ def test_ams_expected_runs(kind: str, tmp_path: Path) -> None:
     )
     values: dict[str, Any] = {"policy": "ams-expected", "budget": 2048}
     values |= {"interval": 40, "policy_config": {"expected_window": 40}}
-    with Engine(model, values, tmp_path / "trace") as engine:
-        run = engine.run([free, bound])
-        assert engine.num_free == engine.num_usable
-    with Engine(model) as engine:
-        stock = engine.run([Job("free", free.prompt, free.max_tokens)])
+    run = serve(model, values, [free, bound], tmp_path / "trace")
+    stock = serve(model, None, [Job("free", free.prompt, free.max_tokens)])
     ours = run.results["free"]
     assert ours.tokens == stock.results["free"].tokens and not ours.events
     assert len(run.results["bound"].events) >= 2

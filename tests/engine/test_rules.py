@@ -14,6 +14,7 @@ from support.engine.helpers import (
     Run,
     config_of,
     make_jobs,
+    serve,
 )
 from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
@@ -51,11 +52,8 @@ class Comparison:
                 self.alone.results |= engine.run([job]).results
             self.together = engine.run(self.jobs)
             self.reversed = engine.run(staggered(self.jobs[::-1]))
-            assert engine.num_free == engine.num_usable
-        with Engine(
-            model, self.values, folder / "chunks", max_num_batched_tokens=72
-        ) as engine:
-            self.chunked = engine.run(staggered(self.jobs))
+        chunks = {"trace": folder / "chunks", "max_num_batched_tokens": 72}
+        self.chunked = serve(model, self.values, staggered(self.jobs), **chunks)
         self.decoder = ReferenceDecoder(model)
 
     def check_near_ties(self, run: Run) -> None:

@@ -235,8 +235,7 @@ def on_call(scenario: Scenario, turn: int) -> Scenario:
 
 
 @pytest.mark.parametrize(
-    ("policy", "depth"),
-    engines("ams-tova", "streaming", "hard-tova", "adakv-snapkv"),
+    ("policy", "depth"), engines("ams-tova", "streaming", "hard-tova", "adakv-snapkv")
 )
 def test_random_engines_under_pressure(
     policy: str, depth: int, model_config: ModelConfig
@@ -350,7 +349,8 @@ def test_hits_that_are_cut_find_their_windows(model_config: ModelConfig):
 
 
 # Two requests hold the pool when an event is due that drops less than a superblock.
-FULL = Scenario(
+FULL = replace(
+    AGING,
     policy={
         "policy": "streaming",
         "budget": 310,
@@ -361,11 +361,7 @@ FULL = Scenario(
         "events_per_step": 3,
         "spread_events": False,
     },
-    depth=1,
-    block_size=16,
     spare=0.5,
-    max_num_seqs=8,
-    max_batched=300,
     long_prefill=48,
     priorities=False,
     longest=400,
@@ -373,6 +369,8 @@ FULL = Scenario(
     aborts=0.05,
     stops=0.01,
     seed=18,
+    caching=False,
+    resets=0.0,
     drafts=24,
 )
 
@@ -421,13 +419,19 @@ def test_notices_a_scheduler_that_ages(model_config, monkeypatch):
     assert age("ams-tova", 1500, model_config)[1] > MOST_GROWTH
 
 
+def tova_scheduler(model_config: ModelConfig, **values: Any) -> Any:
+    """Return a scheduler of `tova`, of which two requests may run."""
+    policy = {"policy": "tova", "budget": 128, "interval": 64, **values}
+    scenario = random_scenario("tova", 1, 0)
+    scenario = replace(scenario, policy=policy, longest=400, max_num_seqs=2)
+    return make_scheduler(scenario, model_config)
+
+
 def first_positions(
     model_config: ModelConfig, requests: list[Request], **values: Any
 ) -> Any:
     """Return the position of each request's first event, from the real scheduler."""
-    policy = {"policy": "tova", "budget": 128, "interval": 64, **values}
-    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
-    scheduler = make_scheduler(scenario, model_config)
+    scheduler = tova_scheduler(model_config, **values)
     for request in requests:
         scheduler.add_request(request)
     states = scheduler.kv_policy_planner.states
@@ -472,9 +476,7 @@ def test_the_positions_follow_from_what_a_request_asks(model_config):
 
 def test_a_plan_has_the_budget_that_a_request_asks_for(model_config):
     """Without the prompt, which this policy keeps on top of it."""
-    policy = {"policy": "tova", "budget": 128, "interval": 64, "protect_prompt": True}
-    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
-    scheduler = make_scheduler(scenario, model_config)
+    scheduler = tova_scheduler(model_config, protect_prompt=True)
     less = request_of("less", [1, 2, 3])
     less.sampling_params.extra_args = {"kv_budget": 96, "kv_interval": 48}
     for request in (less, request_of("all", [1, 2, 3])):
@@ -503,9 +505,7 @@ def test_steps_that_defer_prompts(policy: str, depth: int, model_config: ModelCo
 
 def test_nobody_overtakes_a_request_that_waits_for_room(model_config: ModelConfig):
     """vLLM 0.33 looks at the next waiting request where 0.32 ends the step."""
-    policy = {"policy": "tova", "budget": 128, "interval": 64}
-    scenario = replace(random_scenario("tova", 1, 0), policy=policy, longest=400)
-    scheduler = make_scheduler(replace(scenario, max_num_seqs=2), model_config)
+    scheduler = tova_scheduler(model_config)
     first, second = (request_of(name, [1, 2, 3]) for name in "ab")
     for request in (first, second):
         scheduler.add_request(request)
@@ -540,34 +540,21 @@ def test_resets_of_running_requests(policy: str, depth: int, model_config: Model
 
 # Two engines on which every wrong message has something to break: little memory, many
 # requests that grow, and windows that overlap.
-TIGHT = Scenario(
-    policy={
-        "policy": "ams-tova",
-        "budget": 300,
-        "interval": 40,
-        "recent": 20,
-        "sinks": 3,
-        "prefill_interval": 64,
-        "events_per_step": 3,
-    },
+TIGHT = replace(
+    AGING,
+    policy={**AGING.policy, "policy": "ams-tova", "budget": 300},
     depth=2,
-    block_size=16,
-    spare=0.8,
-    max_num_seqs=8,
-    max_batched=300,
-    long_prefill=0,
     priorities=False,
     longest=2000,
     arrivals=0.5,
     aborts=0.003,
-    stops=0.001,
-    seed=3,
+    caching=False,
     foresees=False,
+    resets=0.0,
+    drafts=0,
 )
 MOVING = replace(
-    TIGHT,
-    policy=TIGHT.policy | {"policy": "holes", "budget": 90},
-    longest=600,
+    TIGHT, policy=TIGHT.policy | {"policy": "holes", "budget": 90}, longest=600
 )
 
 
@@ -587,28 +574,25 @@ def test_answers_that_never_come_do_no_harm(model_config, monkeypatch):
     assert totals["superblocks trimmed"] == 0 and totals["events with surplus"] > 20
 
 
-def reverse_destinations(commands: StepCommands) -> StepCommands:
-    """Name the right destinations in the wrong order."""
-    events = [replace(e, dest_blocks=e.dest_blocks[::-1]) for e in commands.events]
-    return replace(commands, events=tuple(events))
+Tamper = Callable[[StepCommands], StepCommands]
 
 
-def reverse_events(commands: StepCommands) -> StepCommands:
-    """Take blocks before they are freed."""
-    return replace(commands, events=commands.events[::-1])
+def events(change: Callable[[Any], dict[str, Any]]) -> Tamper:
+    """Return what changes fields of all events of a step."""
+    return lambda commands: replace(
+        commands, events=tuple(replace(e, **change(e)) for e in commands.events)
+    )
 
 
-def drop_an_event(commands: StepCommands) -> StepCommands:
-    """Lose the step's last event."""
-    return replace(commands, events=commands.events[:-1])
-
-
-def move_frontier(commands: StepCommands) -> StepCommands:
-    """Call one block of local tokens global."""
-    events = [
-        replace(e, frontier_blocks=e.frontier_blocks + 1) for e in commands.events
-    ]
-    return replace(commands, events=tuple(events))
+def captures(change: Callable[[Any, Any], dict[str, Any]]) -> Tamper:
+    """Return what changes fields of all captures of a step, given the first of them."""
+    return lambda commands: replace(
+        commands,
+        captures=tuple(
+            replace(each, **change(each, commands.captures[0]))
+            for each in commands.captures
+        ),
+    )
 
 
 def swap_requests(commands: StepCommands) -> StepCommands:
@@ -623,36 +607,42 @@ def swap_requests(commands: StepCommands) -> StepCommands:
     return replace(commands, events=(*swapped, *rest))
 
 
-def shift_windows(commands: StepCommands) -> StepCommands:
-    """Capture one token too early wherever there is one."""
-    captures = [
-        replace(c, first_token=max(c.first_token - 1, 0)) for c in commands.captures
-    ]
-    return replace(commands, captures=tuple(captures))
+WRONG_ORDER = events(lambda e: {"dest_blocks": e.dest_blocks[::-1]})
+# Blocks are taken before they are freed; a step's last event is lost; a block of local
+# tokens is called global; tokens are captured one too early; requests share a window.
+WRONG_MESSAGES: list[tuple[Tamper, Scenario, str]] = [
+    (WRONG_ORDER, TIGHT, "sources"),
+    (WRONG_ORDER, MOVING, "sources"),
+    (
+        lambda commands: replace(commands, events=commands.events[::-1]),
+        MOVING,
+        "sources|local|strangers",
+    ),
+    (
+        lambda commands: replace(commands, events=commands.events[:-1]),
+        TIGHT,
+        "event missing|moved window",
+    ),
+    (
+        events(lambda e: {"frontier_blocks": e.frontier_blocks + 1}),
+        TIGHT,
+        "wrong frontier",
+    ),
+    (swap_requests, TIGHT, "sources|keeps"),
+    (
+        captures(lambda c, _: {"first_token": max(c.first_token - 1, 0)}),
+        TIGHT,
+        "window",
+    ),
+    (
+        captures(lambda _, first: {"window_blocks": first.window_blocks}),
+        TIGHT,
+        "window",
+    ),
+]
 
 
-def share_a_window(commands: StepCommands) -> StepCommands:
-    """Let all requests write the same window."""
-    captures = [
-        replace(c, window_blocks=commands.captures[0].window_blocks)
-        for c in commands.captures
-    ]
-    return replace(commands, captures=tuple(captures))
-
-
-@pytest.mark.parametrize(
-    "tamper, scenario, message",
-    [
-        (reverse_destinations, TIGHT, "sources"),
-        (reverse_destinations, MOVING, "sources"),
-        (reverse_events, MOVING, "sources|local|strangers"),
-        (drop_an_event, TIGHT, "event missing|moved window"),
-        (move_frontier, TIGHT, "wrong frontier"),
-        (swap_requests, TIGHT, "sources|keeps"),
-        (shift_windows, TIGHT, "window"),
-        (share_a_window, TIGHT, "window"),
-    ],
-)
+@pytest.mark.parametrize(("tamper", "scenario", "message"), WRONG_MESSAGES)
 def test_notices_a_wrong_message(tamper, scenario, message, model_config):
     with pytest.raises(SimulationFailure, match=message):
         Simulation(scenario, model_config, tamper).run(800)

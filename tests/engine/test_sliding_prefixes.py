@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,21 +14,19 @@ from support.engine.helpers import (
     Run,
     make_prompt,
     most_hit,
+    serve_again,
     watch_hits,
 )
 from support.engine.tensor_parallel import compare
-from support.made_sinks import make_gpt_oss
-from support.made_sliding import make_gemma3
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
-MODELS = {"gemma3": make_gemma3, "gpt-oss": make_gpt_oss}
 COMMON = ("ams-tova", "snapkv", "h2o", "streaming", "keydiff")
-POLICIES = {"gemma3": (*COMMON, "ams-expected"), "gpt-oss": COMMON}
+POLICIES = {"gemma3": (*COMMON, "ams-expected"), "gpt_oss": COMMON}
 BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
 # Steps that read part of a prompt; a pool in which requests preempt each other.
 CHUNKS = {"max_num_batched_tokens": 96, "max_model_len": 640}
 TIGHT = {**CHUNKS, "foresees": False}
-NUM_BLOCKS = {"gemma3": 72, "gpt-oss": 48}
+NUM_BLOCKS = {"gemma3": 72, "gpt_oss": 48}
 STEM = 320
 
 
@@ -58,13 +55,7 @@ def jobs_of(names: tuple[str, ...], is_stock: bool = False) -> list[Job]:
 
 @dataclass
 class Served:
-    """What an engine gave.
-
-    Args:
-        runs: the same requests, time after time.
-        hits: tokens that each request took from the prefix cache, in each of them.
-        values: the plain form of the policy.
-    """
+    """What an engine gave."""
 
     runs: list[Run]
     hits: list[Counter[str]]
@@ -82,13 +73,7 @@ def reset_sometimes(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return the folder of a model by its kind."""
-    return cache(lambda kind: MODELS[kind](tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
-def in_crowds(folders) -> Callable[..., Served]:
+def in_crowds(request) -> Callable[..., Served]:
     """Return what preempting requests got, twice, of a policy or of stock vLLM."""
 
     @cache
@@ -97,29 +82,20 @@ def in_crowds(folders) -> Callable[..., Served]:
         jobs = jobs_of(tuple(BUDGETS), is_stock=True) * 3
         jobs = [replace(job, name=f"{n}") for n, job in enumerate(jobs)]
         changes = {**TIGHT, "num_blocks": NUM_BLOCKS[kind]}
-        found = Served([], [], values or {})
-        with Engine(
-            folders(kind), values, enable_prefix_caching=True, **changes
-        ) as engine:
-            for _ in range(2):
-                hits = watch_hits(engine)
-                found.runs.append(engine.run(jobs))
-                found.hits.append(Counter(hits))
-                engine.tell_worker_of_the_last_finish()
-                assert engine.num_free == engine.num_usable, "superblocks are lost"
-            if policy:
-                events, dropped = (
-                    engine.counters()[f"{name}"]
-                    for name in ("events", "tokens_dropped")
-                )
-                assert (events > 20) == (policy == "identity") and not dropped
+        changes["enable_prefix_caching"] = True
+        model = request.getfixturevalue(kind)
+        found = Served(*serve_again(model, values, jobs, **changes), values or {})
+        if policy:
+            counted = found.runs[-1].counters
+            assert (counted["events"] > 20) == (policy == "identity")
+            assert not counted["tokens_dropped"]
         return found
 
     return served
 
 
 @pytest.fixture(scope="module")
-def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
+def in_peace(request, tmp_path_factory) -> Callable[..., Served]:
     """Return what requests of all policies got: cold, warm, with resets and aborts."""
 
     @cache
@@ -136,20 +112,17 @@ def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
         times = [(jobs, None), (jobs, None), (cut, reset_sometimes)]
         changes = {**CHUNKS, "enable_prefix_caching": is_caching}
         trace = tmp_path_factory.mktemp("trace")
-        with Engine(folders(kind), values, trace, **changes) as engine:
+        with Engine(request.getfixturevalue(kind), values, trace, **changes) as engine:
             for given, on_step in times if is_caching else times[:1]:
                 hits = watch_hits(engine)
                 found.runs.append(engine.run(given, on_step))
-                found.hits.append(Counter(hits))
-                engine.tell_worker_of_the_last_finish()
-                assert engine.num_free == engine.num_usable, "superblocks are lost"
-            assert not engine.scheduler.kv_policy_planner.states
+                found.hits.append(hits)
         return found
 
     return served
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", POLICIES)
 @pytest.mark.parametrize("policy", BUDGETS)
 def test_what_drops_nothing_is_stock(in_crowds, kind: str, policy: str) -> None:
     ours, stock = in_crowds(kind, policy), in_crowds(kind, None)
@@ -163,7 +136,7 @@ def test_what_drops_nothing_is_stock(in_crowds, kind: str, policy: str) -> None:
         assert preemptions == [run.preemptions for run in stock.runs]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", POLICIES)
 def test_what_is_kept_and_said_is_what_it_is_without(in_peace, kind: str) -> None:
     (plain,), shared = in_peace(kind, False).runs, in_peace(kind, True)
     cold, warm, cut = shared.runs
@@ -179,7 +152,7 @@ def test_what_is_kept_and_said_is_what_it_is_without(in_peace, kind: str) -> Non
     assert sum(bool(each.job.aborted) for each in cut.results.values()) > 2
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", POLICIES)
 def test_requests_share_as_much_as_their_events_let_them(in_peace, kind: str) -> None:
     shared = in_peace(kind, True)
     cold, warm, _ = shared.hits

@@ -1,83 +1,71 @@
 """Beside windows, answers follow from the survivors that the server recorded.
 
-The replay oracle, with the model of transformers as the decoder: layers of full
-attention see the recorded survivors, the others their window.
+The replay oracle, with the models of transformers as decoders: layers of full attention
+see the recorded survivors, the others their window, and gpt-oss has learned sinks.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from support.engine.helpers import Engine, Result, make_jobs
+from support.engine.helpers import Result, one_job_each, serve
 from support.engine.oracle_replay import Mismatch, check_replay
-from support.made_sliding import MixedDecoder, make_gemma3
+from support.made_sliding import MixedDecoder
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 BASE = {"budget": 110, "interval": 56, "prefill_interval": 256, "recent": 40}
-POLICIES = ["ams-tova", "tova", "snapkv", "streaming", "ams-expected", "h2o", "keydiff"]
-OPTIONS = {"expected_window": 48, "allow": POLICIES}
+COMMON = ["ams-tova", "tova", "snapkv", "streaming", "h2o"]
+POLICIES = {"gemma3": [*COMMON, "ams-expected", "keydiff"], "gpt_oss": COMMON}
+# Superblocks of pools that are too small for all; with ALWAYS requests preempt.
+POOLS = {("gemma3", ALWAYS): 64, ("gemma3", PRESSURE): 52, ("gpt_oss", ALWAYS): 32}
+CASES = [(*pool, policy) for pool in POOLS for policy in POLICIES[pool[0]]]
+Decoders = Callable[[str], MixedDecoder]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_gemma3(tmp_path_factory.mktemp("gemma3"))
-
-
-@pytest.fixture(scope="module")
-def serve(model: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Return what runs requests, once, in a pool that is too small for all."""
+def served(request, tmp_path_factory: pytest.TempPathFactory):
+    """Return what serves one request of each policy together, once."""
 
     @cache
-    def served(events: str) -> dict[str, Result]:
-        return serve_all(model, tmp_path_factory.mktemp("trace"), events)
+    def run(model: str, events: str) -> dict[str, Result]:
+        names = POLICIES[model]
+        values = {"policy": names[0], "allow": names, "events": events, **BASE}
+        if model == "gemma3":
+            values["policy_config"] = {"expected_window": 48}
+        jobs = one_job_each(names, (37, 180, 300), 150, seed=4000)
+        changes = {"max_num_batched_tokens": 96, "max_model_len": 640}
+        changes |= {"num_blocks": POOLS[model, events], "foresees": events == PRESSURE}
+        folder, trace = request.getfixturevalue(model), tmp_path_factory.mktemp("trace")
+        found = serve(folder, values, jobs, trace, **changes)
+        assert (found.preemptions > 0) == (events == ALWAYS)
+        num_cut = sum(bool(result.events) for result in found.results.values())
+        assert num_cut >= (3 if events == ALWAYS else 2)
+        return found.results
 
-    return served
-
-
-def serve_all(model: Path, trace: Path, events: str) -> dict[str, Result]:
-    """Serve one request of each policy together; with ALWAYS they preempt."""
-    values = {"policy": POLICIES[0], **BASE, "policy_config": OPTIONS}
-    values["events"] = events
-    lengths = [(37, 180, 300)[number % 3] for number in range(len(POLICIES))]
-    jobs = [
-        replace(job, name=policy, extra_args={"kv_policy": policy})
-        for job, policy in zip(make_jobs(lengths, 150, seed=4), POLICIES, strict=True)
-    ]
-    changes = {"max_num_batched_tokens": 96, "max_model_len": 640}
-    changes["num_blocks"] = 64 if events == ALWAYS else 52
-    foresees = events == PRESSURE
-    with Engine(model, values, trace, foresees=foresees, **changes) as engine:
-        run = engine.run(jobs)
-    assert (run.preemptions > 0) == (events == ALWAYS)
-    num_cut = sum(bool(result.events) for result in run.results.values())
-    assert num_cut >= (3 if events == ALWAYS else 2)
-    return run.results
+    return run
 
 
 @pytest.fixture(scope="module")
-def decoder(model: Path) -> MixedDecoder:
+def decoders(request) -> Decoders:
     torch.set_num_threads(1)
-    return MixedDecoder(model)
+    return cache(lambda model: MixedDecoder(request.getfixturevalue(model)))
 
 
-@pytest.mark.parametrize(
-    ("events", "policy"),
-    [(events, p) for events in (ALWAYS, PRESSURE) for p in POLICIES],
-)
+@pytest.mark.parametrize(("model", "events", "policy"), CASES)
 def test_answers_follow_from_the_survivors(
-    serve, decoder, events: str, policy: str
+    served, decoders: Decoders, model: str, events: str, policy: str
 ) -> None:
-    result = serve(events)[policy]
+    result = served(model, events)[policy]
     assert result.events or events == PRESSURE
-    print(policy, check_replay(decoder, result))
+    print(policy, check_replay(decoders(model), result))
 
 
-def test_a_token_that_was_not_kept_is_noticed(serve, decoder) -> None:
+def test_a_token_that_was_not_kept_is_noticed(served, decoders: Decoders) -> None:
     """The oracle can fail: with a survivor exchanged in one layer it does."""
-    result = serve(ALWAYS)["snapkv"]
+    result = served("gemma3", ALWAYS)["snapkv"]
     event = result.events[-1]
     kept = event.survivors[1]
     gone = sorted(set(range(event.frontier)) - set(kept.flatten().tolist()))
@@ -86,6 +74,15 @@ def test_a_token_that_was_not_kept_is_noticed(serve, decoder) -> None:
     try:
         kept[:, -32:] = gone[0]
         with pytest.raises(Mismatch):
-            check_replay(decoder, result)
+            check_replay(decoders("gemma3"), result)
     finally:
         kept[:] = before
+
+
+def test_answers_do_not_follow_without_sinks(served, gpt_oss: Path) -> None:
+    """The oracle can fail: with sinks that take nothing it does."""
+    decoder = MixedDecoder(gpt_oss)
+    for layer in decoder.model.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e4)
+    with pytest.raises(Mismatch):
+        check_replay(decoder, served("gpt_oss", ALWAYS)["tova"])

@@ -6,13 +6,15 @@ decoder that sees what they kept. Float32: sums over ranks differ by rounding al
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from support.engine.helpers import Engine, Run, make_jobs
+from support.engine.helpers import Engine, Run, make_jobs, one_job_each, serve
 from support.engine.oracle_replay import check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.engine.tensor_parallel import (
@@ -21,14 +23,16 @@ from support.engine.tensor_parallel import (
     Comparison,
     Heads,
     break_events,
+    check_ranks,
     compare,
-    fingerprint,
     options_with_files,
     run_on,
     storm,
     watch_events,
     write_model,
 )
+from support.made_sliding import NUM_FULL, PATTERN, make_gemma3
+from support.repetition import repetitive
 from support.sweeps import covering, evictions, some
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.policies.names import parse
@@ -78,8 +82,8 @@ def on_both(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
         )
         for name in ("events", "tokens_kept", "blocks_returned", "requests"):
             if heads is SHARED:  # otherwise windows take fewer superblocks
-                assert one[1][name] == two[1][name], name
-        return one[0], two[0]
+                assert one.counters[name] == two.counters[name], name
+        return one, two
 
     return run
 
@@ -169,13 +173,12 @@ def test_moving_tokens_changes_nothing(tmp_path: Path) -> None:
         {**POLICY, "policy": policy, "policy_config": {"ragged": True}}
         for policy in ("identity", "holes")
     ]
+    changes = {"num_blocks": 24, "max_model_len": 512, "foresees": False}
+    changes |= {"tensor_parallel_size": 2}
     for values in (None, *movers):
-        changes = {"num_blocks": 24, "max_model_len": 512, "foresees": False}
-        with Engine(model, values, tensor_parallel_size=2, **changes) as engine:
-            found.append(engine.run(jobs).tokens)
-            if values:
-                assert engine.counters()["events"] > 3
-    assert found[0] == found[1] == found[2]
+        found.append(serve(model, values, jobs, **changes))
+        assert not values or found[-1].counters["events"] > 3
+    assert found[0].tokens == found[1].tokens == found[2].tokens
 
 
 def test_requests_that_share_prompts_and_steps_ahead(on_both) -> None:
@@ -202,9 +205,9 @@ def test_events_on_call_are_those_of_one_rank(on_both, tmp_path: Path) -> None:
     for result in two.results.values():
         check_replay(decoder, result)
     whole = on_both(served, num_blocks=100, **changes)[1]
-    assert not any(sum(each.record, []) for each in whole.results.values())
-    with Engine(write_model(tmp_path, SHARED), tensor_parallel_size=2) as engine:
-        stock = engine.run([each.job for each in whole.results.values()])
+    assert not whole.calls
+    jobs = [each.job for each in whole.results.values()]
+    stock = serve(write_model(tmp_path, SHARED), None, jobs, tensor_parallel_size=2)
     assert whole.tokens == stock.tokens
 
 
@@ -222,13 +225,62 @@ def test_ranks_never_part(tmp_path: Path) -> None:
         ask = engine.core.model_executor.collective_rpc
         ask(watch_events)
         run = engine.run(storm(1, 60, served))
-        engine.tell_worker_of_the_last_finish()
-        (events, digest, left), other = ask(fingerprint)
-        assert (events, digest, left) == other and not left
-        assert events == engine.counters()["events"] > 100
-        assert run.preemptions > 5
-        assert engine.num_free == engine.num_usable
+        check_ranks(engine)
+        assert run.counters["events"] > 100 and run.preemptions > 5
         # A rank that fails alone takes the engine with it; nobody waits for ever.
         ask(break_events)
         with pytest.raises(RuntimeError):
             engine.run(make_jobs((300,), 100))
+
+
+WINDOWED = ("ams-tova", "snapkv", "ams-expected", "h2o", "keydiff")
+BASE = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
+
+
+def caches_of(worker: Any) -> tuple[int, set[torch.dtype]]:
+    """Return the bytes and kinds of the tensors that hold a rank's KV cache."""
+    caches = worker.model_runner.kv_caches
+    assert len(caches) == len(PATTERN)
+    stores = [cache.untyped_storage() for cache in caches]
+    sizes = {store.data_ptr(): store.nbytes() for store in stores}
+    return sum(sizes.values()), {cache.dtype for cache in caches}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("heads", "is_caching"), [(1, False), (2, True)])
+def test_beside_windows_two_ranks_are_as_one(
+    tmp_path: Path, heads: int, is_caching: bool
+) -> None:
+    """Tokens that move give stock's, in caches of the same kind; others are kept alike.
+
+    Of a model with one KV head two ranks have copies of it.
+    """
+    model = make_gemma3(tmp_path / "gemma3", num_kv_heads=heads)
+    jobs = one_job_each(WINDOWED, (40, 300, 150, 220, 90), 150, 0, repetitive)
+    free = [replace(job, extra_args=None) for job in jobs]
+    both = {"tensor_parallel_size": 2, "enable_prefix_caching": is_caching}
+    sizes = {"max_num_batched_tokens": 96, "max_model_len": 640, "num_blocks": 52}
+    offer = {**BASE, "policy": WINDOWED[0], "allow": list(WINDOWED[1:])}
+    offer["policy_config"] = {"expected_window": 36}
+    mover = {**BASE, "policy": "identity"}
+    runs, caches = [], []
+    for values, asked, more in (
+        (offer, jobs, {}),
+        (offer, jobs, both),
+        (mover, free, both),
+        (None, free, both),
+    ):
+        trace = tmp_path / str(len(runs)) if values else None
+        with Engine(model, values, trace, foresees=False, **sizes, **more) as engine:
+            ask = engine.core.model_executor.collective_rpc
+            if values:
+                ask(watch_events)
+            runs.append(engine.run(asked))
+            caches.append(ask(caches_of))
+            if values:
+                check_ranks(engine)
+    one, two, moved, stock = runs
+    found = compare(one, two)
+    assert found.events > len(WINDOWED) and not differing(found), found
+    assert moved.tokens == stock.tokens and caches[2] == caches[3]
+    moved.check_moved((NUM_FULL, heads))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.engine.helpers import Engine, Job, make_prompt
+from support.engine.helpers import OWN, Engine, jobs_of, serve
 from support.engine_configs import engine_args
 
 VISION = {
@@ -25,13 +25,6 @@ def make_multimodal(folder: Path, text_model: Path) -> Path:
 
     Its text part rotates with M-RoPE, where each token has a position in time, height
     and width; the three are equal in text. There are no weights for images.
-
-    Args:
-        folder: to write; not there yet.
-        text_model: folder of `make_tiny_model`.
-
-    Returns:
-        The folder.
     """
     shutil.copytree(text_model, folder)
     place = folder / "config.json"
@@ -39,10 +32,7 @@ def make_multimodal(folder: Path, text_model: Path) -> Path:
     rotation = {"rope_type": "default", "mrope_interleaved": True}
     text = {**config, "rope_scaling": rotation}
     del text["architectures"]
-    names = {
-        "architectures": ["IsaacForConditionalGeneration"],
-        "model_type": "isaac",
-    }
+    names = {"architectures": ["IsaacForConditionalGeneration"], "model_type": "isaac"}
     parts = {"text_config": text, "vision_config": VISION}
     place.write_text(json.dumps({**text, **names, **parts}))
     return folder
@@ -67,39 +57,24 @@ def multimodal(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return make_multimodal(tmp_path_factory.mktemp("isaac") / "model", tiny_model)
 
 
-def jobs_of(names: tuple[str | None, ...]) -> list[Job]:
-    """Return a job per policy and prompt length; None asks for the server's own."""
-    return [
-        Job(
-            f"{name}_{length}",
-            make_prompt(length, length),
-            120,
-            extra_args={"kv_policy": name} if name else None,
-        )
-        for name in names
-        for length in LENGTHS
-    ]
-
-
 def test_text_is_answered_as_by_a_text_model(
     tiny_model: Path, multimodal: Path
 ) -> None:
     changes = {"language_model_only": True, "enable_prefix_caching": True}
-    jobs = jobs_of((*OFFERED, "none"))
-    with Engine(tiny_model, SERVER) as engine:
-        expected = engine.run(jobs).tokens
+    jobs = jobs_of((*OFFERED, "none"), LENGTHS, 120)
+    expected = serve(tiny_model, SERVER, jobs).tokens
     with Engine(multimodal, SERVER, **changes) as engine:
         assert engine.llm.llm_engine.vllm_config.model_config.uses_mrope
         assert engine.run(jobs).tokens == expected
         assert engine.run(jobs).tokens == expected, "with prompts from the cache"
         assert engine.counters()["events"] >= 30
-    longest = {tuple(expected[f"{name}_300"]) for name in (*OFFERED, "none")}
+    longest = {tuple(expected[f"{name} 300"]) for name in (*OFFERED, "none")}
     assert len(longest) == len(OFFERED) + 1
     with Engine(multimodal, IDENTITY, **changes) as engine:
-        moved = engine.run(jobs_of((None,))).tokens
+        moved = engine.run(jobs_of([OWN], LENGTHS, 120)).tokens
         assert engine.counters()["events"] >= 5
         for length in LENGTHS:
-            assert moved[f"None_{length}"] == expected[f"none_{length}"]
+            assert moved[f"{OWN} {length}"] == expected[f"none {length}"]
         with pytest.raises(ValueError, match="Multi-modal processor"):
             engine.llm.generate({"prompt": "x", "multi_modal_data": {"image": "y"}})
 

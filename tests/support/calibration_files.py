@@ -38,12 +38,8 @@ def options_for(
     """Return the options without which a policy cannot be built.
 
     Args:
-        name: the policy.
         folder: where to write a calibration file if it needs one.
         num_layers: layers of the events that it is tested with.
-        num_kv_heads: KV heads.
-        group: query heads per KV head.
-        size: channels per head.
     """
     if name.startswith("wgkv"):
         path = folder / "gates.safetensors"

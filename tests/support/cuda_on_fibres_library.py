@@ -39,10 +39,6 @@ def command_of(setup: ModuleType) -> list[str]:
 def build(setup: ModuleType, folder: Path) -> Path:
     """Compile csrc/; return the library.
 
-    Args:
-        setup: setup.py as a module.
-        folder: for what is built.
-
     Raises:
         AssertionError: there is no g++, or the sources do not compile.
     """

@@ -49,9 +49,6 @@ def make_inputs(
         local: [E] integers, newest tokens that must stay.
         width: T, tokens after padding.
         window: queries to give, if not as many as `needs` asks for.
-        sinks: leading tokens that must stay.
-        seed: of the random numbers.
-        dtype: of keys, values and queries.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -116,10 +116,8 @@ def walk_peak(
     """Return the most superblocks held on the way to `num_tokens`.
 
     Args:
-        case: the request.
         num_tokens: tokens computed at the end.
         chunks: sizes of the steps; each is cut at the next event.
-        keeps_all: events drop nothing.
         lent: superblocks of the query window.
     """
     width = case.window

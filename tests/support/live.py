@@ -58,12 +58,7 @@ def event_record(**changed: Any) -> dict[str, Any]:
 
 
 def snapshot_record(at: float, requests: list[str]) -> dict[str, Any]:
-    """Return what a scheduler tells of these requests; see `observe.snapshots`.
-
-    Args:
-        at: time of this host's clock.
-        requests: ids.
-    """
+    """Return what a scheduler tells of these requests; see `observe.snapshots`."""
     row = {"policy": "ams-tova", "running": True, "prompt": 60, "computed": 100}
     row |= {"budget": 64, "interval": 32}
     row |= {"held": 68, "blocks": 3, "events": 1, "returned": 1}

@@ -35,11 +35,7 @@ DMS_CODE = (
 
 
 def make_released_dms(folder: Path) -> Path:
-    """Write a model like nvidia/Qwen3-8B-DMS-8x: shards, and code that must not run.
-
-    Returns:
-        The folder.
-    """
+    """Write a model like nvidia/Qwen3-8B-DMS-8x: shards, and code that must not run."""
     make_tiny_model(folder)
     for path in [*folder.glob("tokenizer*"), folder / "generation_config.json"]:
         path.unlink()

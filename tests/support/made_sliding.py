@@ -61,9 +61,6 @@ class MixedDecoder:
 
     It stands in for `ReferenceDecoder` in the replay oracle: its layers are those of
     full attention, and layers with a window see the window.
-
-    Args:
-        folder: folder of a model that this module or `made_sinks` has written.
     """
 
     def __init__(self, folder: Path | str) -> None:

@@ -55,9 +55,7 @@ def run_request(
 
     Args:
         choose: takes the positions that a head holds, returns those that it keeps.
-        policy: name of the policy.
         budget: K, and tokens between events; heads keep no local tokens.
-        events: how many.
         shape: L and H.
         sinks: first tokens, left out of what may be dropped.
     """

@@ -16,12 +16,7 @@ from vllm_kvpolicy.sizes import PlannerLimits
 N, RECENT = 16, 4
 PLAN = EventPlan(prompt_len=10, budget=64, interval=40, prefill_interval=4096)
 FIRST = 104  # K + I: F = 96, 8 local tokens, 6 owned blocks, 4 needed for 56 tokens
-SPEC = KVPolicySpec(
-    block_size=N,
-    num_kv_heads=2,
-    head_size=32,
-    dtype=torch.float32,
-)
+SPEC = KVPolicySpec(block_size=N, num_kv_heads=2, head_size=32, dtype=torch.float32)
 
 
 class Engine:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.accuracy import summary
-from vllm_kvpolicy.observe.trace_files import EventRecord, new_run, to_arrays
+from support.made_traces import make_event, write_trace
+from vllm_kvpolicy.observe.trace_files import EventRecord, new_run
 
 SETTINGS = {
     "block_size": 32,
@@ -81,20 +82,12 @@ def event(position: int, ordinal: int, heads: list, **changes: Any) -> EventReco
         "ordinal": ordinal,
         "frontier": position,
         "budget": kept.shape[-1],
-        "prompt": 1,
-        "sinks": 0,
-        "block_size": 1,
-        "held": held,
-        "selected": kept,
-        "survivors": kept,
-        "moved": 0.0,
     }
-    return EventRecord(**fields | changes)
+    fields |= {"prompt": 1, "sinks": 0, "block_size": 1, "moved": 0.0}
+    fields |= {"held": held, "selected": kept, "survivors": kept}
+    return make_event(**fields | changes)
 
 
 def write_run(folder: Path, records: Iterable[EventRecord]) -> Path:
     """Write events as a run of their own and return its folder."""
-    run = new_run(folder)
-    for number, one in enumerate(records):
-        np.savez(run / f"{number:06d}.npz", **to_arrays(one))  # type: ignore[arg-type]
-    return run
+    return write_trace(new_run(folder), records)

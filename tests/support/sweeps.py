@@ -69,12 +69,7 @@ def paired(*values: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def thinned(items: Iterable[pytest.Item], tests: Path) -> list[pytest.Item]:
-    """Return the items of `make test`: each value of a parameter once, where dear.
-
-    Args:
-        items: as collected.
-        tests: the folder tests/.
-    """
+    """Return the items of `make test`: each value of a parameter once, where dear."""
     groups: dict[tuple[Path, str], list[pytest.Item]] = defaultdict(list)
     for item in items:
         groups[item.path, item.name.partition("[")[0]].append(item)

@@ -32,16 +32,9 @@ def make_tiny_model(
 
     Args:
         path: folder to write; made if it is not there.
-        layers: decoder layers.
-        hidden: width of the residual stream.
         query_heads: query heads, a multiple of `kv_heads`.
-        kv_heads: KV heads.
         head_dim: width of a head; the CPU attention kernel knows 32, 64, 80, ...
         max_positions: longest context, in tokens.
-        seed: of the random weights.
-
-    Returns:
-        The folder.
     """
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)

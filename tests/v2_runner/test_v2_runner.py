@@ -6,15 +6,14 @@ graphs, asynchronous scheduling and vLLM's choice of backend are not part of thi
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-TESTS = Path(__file__).parents[1]
+from support.programs import run_program
+
 MIN_EVENTS = 3
 TRACED = ("ams-tova", "hard-snapkv")
 # Interpreted kernels: over two minutes on a quiet machine.
@@ -24,12 +23,8 @@ pytestmark = pytest.mark.timeout(1800)
 def run(runner: str, model: Path, folder: Path, extent: list[str]) -> dict[str, Any]:
     """Run the program and return what it wrote, with the traces of TRACED."""
     output, traces = folder / f"{runner}.json", folder / runner
-    program = [sys.executable, "-m", "support.engine.run_policies"]
-    command = [*program, runner, str(model), str(traces), str(output), *extent]
-    done = subprocess.run(
-        command, cwd=TESTS, capture_output=True, text=True, timeout=1500
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    words = runner, model, traces, output, *extent
+    run_program("support.engine.run_policies", *words, seconds=1500)
     result = json.loads(output.read_text())
     for name in TRACED:
         result[name]["traces"] = []

@@ -67,7 +67,7 @@ def test_the_plain_decoder_is_kvpress(
 ) -> None:
     """Scores of the prompt and of the decoded tokens, and the logits they lead to."""
     scores = torch.from_numpy(golden[f"{kind}|scores"])
-    torch.testing.assert_close(decoder.scores, scores, rtol=0, atol=1e-4)
+    torch.testing.assert_close(torch.stack(decoder.rows), scores, rtol=0, atol=1e-4)
     last = torch.arange(int(golden["prompt"]) - 1, len(golden["tokens"]), 12)
     logits = torch.from_numpy(golden[f"{kind}|logits"])
     torch.testing.assert_close(decoder.logits[last], logits, rtol=0, atol=1e-3)
@@ -89,7 +89,7 @@ def test_what_the_hook_notes_decides_alike(
     surrogate, threshold = surrogate_of(golden, kind), float(golden["threshold"])
     wanted = torch.from_numpy(golden[f"{kind}|scores"])
     policy = SurrogateScores(surrogate, threshold, exact=False)
-    size = decoder.inputs.shape[1]
+    size = len(decoder.inputs[0])
     for layer in range(LAYERS):
         module, scores = nn.Identity(), torch.full((size + 3, HEADS), torch.nan)
         module.forward = lambda positions, hidden_states: hidden_states

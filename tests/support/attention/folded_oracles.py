@@ -1,26 +1,15 @@
 """Attention over heads of their own lengths: each head alone, in float32, says it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
-from importlib import import_module
-from random import Random
 from typing import Any
 
 import torch
 
+from support.attention import oracles
 from support.attention.folded_scene import FoldedScene
-from support.attention.oracles import (
-    DTYPES,
-    FLOOR,
-    LONGEST,
-    SEEDS,
-    Verdict,
-    gpu_config,
-    plain,
-)
-from support.attention.scene import requests
-from vllm_kvpolicy import compat
+from support.attention.oracles import DTYPES, SEEDS, plain
 
 BACKENDS = ("FLASH_ATTN", "TRITON_ATTN")  # guards refuse the others
 PADDED_ROWS = 8  # of decode steps: a size that graphs are captured with
@@ -36,12 +25,7 @@ GRAPHS = {
 
 
 def by_head(scene: FoldedScene, dtype: torch.dtype) -> torch.Tensor:
-    """Return [L, T, H * G, D] of `plain`, every head over the tokens that it holds.
-
-    Args:
-        scene: the requests.
-        dtype: of what `plain` is given.
-    """
+    """Return [L, T, H * G, D] of `plain`, every head over the tokens that it holds."""
     starts, group, layers = scene.starts(), scene.shape.group, []
     for layer in range(len(scene.layers)):
         query, rows = scene.parts(layer)[0].to(dtype), []
@@ -56,13 +40,7 @@ def by_head(scene: FoldedScene, dtype: torch.dtype) -> torch.Tensor:
     return torch.stack(layers)
 
 
-def judge(scene: FoldedScene, found: torch.Tensor) -> Verdict:
-    """Compare a scene's output with PyTorch in float32; numbers that are none fail."""
-    exact = by_head(scene, torch.float32)
-    rounded = by_head(scene, scene.shape.dtype).float()
-    worst = (found.float() - exact).abs().max()
-    own = (rounded - exact).abs().max()
-    return Verdict(float(worst), 2 * float(own) + FLOOR)
+judge = partial(oracles.judge, ask=by_head)
 
 
 def replay(scene: FoldedScene) -> torch.Tensor:
@@ -98,30 +76,17 @@ def captured(call: Callable[[], None]) -> Callable[[], None]:
 # -- on a GPU --------------------------------------------------------------------------
 
 
-@contextmanager
 def gpu_scenes(
     dtype: torch.dtype, **changes: Any
-) -> Iterator[Callable[..., FoldedScene]]:
-    """Yield a function that makes scenes of Llama's shape on the GPU.
+) -> AbstractContextManager[Callable[..., FoldedScene]]:
+    """Return what makes scenes of Llama's shape, whose decode steps are padded."""
 
-    It takes the name of a backend, the queries of a request that reads its prompt, and
-    a seed. Decode steps are padded.
+    def make(*given: Any) -> FoldedScene:
+        _, _, _, batch, device, seed = given
+        padding = PADDED_ROWS - len(batch) if batch[-1].queries == 1 else 0
+        return FoldedScene(*given[:4], padding, device, seed)
 
-    Args:
-        dtype: of the model.
-        **changes: arguments of the engine.
-    """
-    with gpu_config(dtype, **changes) as (config, shape):
-
-        def make(name: str, queries: int = 1, seed: int = 0) -> FoldedScene:
-            module, _, attribute = compat.GPU_BACKENDS[name].rpartition(".")
-            backend = getattr(import_module(module), attribute)
-            batch = requests(Random(seed), shape.block, LONGEST, queries)
-            padding = PADDED_ROWS - len(batch) if queries == 1 else 0
-            device = torch.device("cuda")
-            return FoldedScene(backend, config, shape, batch, padding, device, seed)
-
-        yield make
+    return oracles.gpu_scenes(dtype, make, **changes)
 
 
 def check_on_gpu(checks: Any) -> None:

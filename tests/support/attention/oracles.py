@@ -26,6 +26,7 @@ FLOOR = 2e-5  # what the order of float32 sums may change at these lengths
 LONGEST = 2600
 DTYPES, SEEDS = ("bfloat16", "float16"), range(3)
 WORKSPACE_BYTES = 128 * 2**20
+Reference = Callable[[Any, torch.dtype], torch.Tensor]
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
@@ -73,13 +74,7 @@ def _load_cuda_12_runtime() -> None:
 
 
 def by_request(scene: Scene, attend: Attention, dtype: torch.dtype) -> torch.Tensor:
-    """Return [T, H * G, D] of all requests of a scene, one after the other.
-
-    Args:
-        scene: the requests.
-        attend: such as `plain`.
-        dtype: of what it is given.
-    """
+    """Return [T, H * G, D] of all requests of a scene, one after the other."""
     starts, found = scene.starts(), []
     for number, held in enumerate(scene.held):
         query = scene.query[starts[number] : starts[number + 1]]
@@ -165,10 +160,15 @@ class Verdict:
         assert self.worst <= self.allowed, str(self)
 
 
-def judge(scene: Scene, found: torch.Tensor) -> Verdict:
+def by_plain(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
+    """Return what PyTorch says of a scene, see `by_request`."""
+    return by_request(scene, plain, dtype)
+
+
+def judge(scene: Any, found: torch.Tensor, ask: Reference = by_plain) -> Verdict:
     """Compare the first rows of a scene's output with PyTorch in float32."""
-    exact = by_request(scene, plain, torch.float32)
-    rounded = by_request(scene, plain, scene.shape.dtype).float()
+    exact = ask(scene, torch.float32)
+    rounded = ask(scene, scene.shape.dtype).float()
     rows = slice(len(found))
     worst = (found.float() - exact[rows]).abs().max()
     own = (rounded - exact).abs().max()
@@ -192,12 +192,7 @@ def lacking(backend: str) -> str | None:
 
 @contextmanager
 def gpu_config(dtype: torch.dtype, **changes: Any) -> Iterator[tuple[Any, Shape]]:
-    """Yield the configuration of an engine on the GPU, and Llama's shape.
-
-    Args:
-        dtype: of the model.
-        **changes: arguments of the engine.
-    """
+    """Yield the configuration of an engine on the GPU, and Llama's shape."""
     from vllm.engine.arg_utils import EngineArgs
 
     shape = Shape(heads=8, group=4, dim=128, block=16, dtype=dtype)
@@ -216,20 +211,27 @@ def gpu_config(dtype: torch.dtype, **changes: Any) -> Iterator[tuple[Any, Shape]
 
 
 @contextmanager
-def gpu_scenes(dtype: torch.dtype) -> Iterator[Callable[..., Scene]]:
+def gpu_scenes(
+    dtype: torch.dtype, make_scene: Callable[..., Any] = Scene, **changes: Any
+) -> Iterator[Callable[..., Any]]:
     """Yield a function that makes scenes of Llama's shape on the GPU.
 
     It takes the name of a backend, the queries of a request that reads its prompt, and
     a seed.
-    """
-    with gpu_config(dtype) as (config, shape):
 
-        def make(name: str, queries: int = 1, seed: int = 0) -> Scene:
+    Args:
+        dtype: of the model.
+        make_scene: takes what `Layers` takes.
+        **changes: arguments of the engine.
+    """
+    with gpu_config(dtype, **changes) as (config, shape):
+
+        def make(name: str, queries: int = 1, seed: int = 0) -> Any:
             module, _, attribute = compat.GPU_BACKENDS[name].rpartition(".")
             backend = getattr(import_module(module), attribute)
             batch = requests(Random(seed), shape.block, LONGEST, queries)
             device = torch.device("cuda")
-            return Scene(backend, config, shape, batch, device, seed)
+            return make_scene(backend, config, shape, batch, device, seed)
 
         yield make
 

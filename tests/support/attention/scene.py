@@ -60,7 +60,6 @@ def requests(rng: Random, block: int, most: int, queries: int) -> list[Request]:
     """Return requests of many sorts, those with one query first.
 
     Args:
-        rng: draws their lengths.
         block: N.
         most: tokens of the longest.
         queries: tokens of the step in the last two, 1 for a batch of decode steps.
@@ -84,9 +83,7 @@ class Layers:
         backend: one of the package's attention backends.
         vllm_config: of a model with this shape.
         shape: of each layer.
-        batch: the requests.
         device: where all of it lies.
-        seed: of everything random.
     """
 
     def __init__(

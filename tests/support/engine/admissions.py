@@ -1,10 +1,15 @@
 """What an admission leaves of every head, followed through all events of a request."""
 
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from support.engine.helpers import BLOCK
+from support.engine.oracle_replay import activations, check_replay
+
+Decisions = tuple[torch.Tensor, torch.Tensor]
 
 
 def closed_form(kept: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
@@ -19,6 +24,37 @@ def closed_form(kept: torch.Tensor, window: int, sinks: int) -> torch.Tensor:
     age = place[:, None] - place
     kept = kept | (place < sinks)
     return (age >= 0) & ((age < window) | kept[:, None, :])
+
+
+def follow_all(
+    results: Iterable[Any],
+    decoder_of: Callable[[Any], Any],
+    sinks: int,
+    has_budget: bool = False,
+    decide: Callable[[Any, Any], Decisions] = lambda decoder, _: decoder.decisions(),
+) -> Counter[str]:
+    """Check answers and survivors of requests against the decisions of decoders.
+
+    Args:
+        results: see `follow_decisions`, as for `sinks` and `has_budget`.
+        decoder_of: returns the decoder of a result.
+        sinks: first tokens that stay in any case.
+        has_budget: an eviction may drop tokens that are not dropped here.
+        decide: returns what that says after a forward pass: what is dropped, and what
+            may go either way.
+
+    Returns:
+        The sums of what `follow_decisions` returns; hardly a token may go either way.
+    """
+    total: Counter[str] = Counter()
+    for result in results:
+        decoder = decoder_of(result)
+        check_replay(decoder, result)
+        activations(decoder, result)
+        decisions = decide(decoder, result)
+        total.update(follow_decisions(result, *decisions, sinks, has_budget))
+    assert total["near"] <= total["kept"] / 100
+    return total
 
 
 def follow_decisions(

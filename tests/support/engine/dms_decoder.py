@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from support.engine.reference_decoder import Activations, ReferenceDecoder
+from support.engine.reference_decoder import ReferenceDecoder
+
+NEAR = 2e-2  # of logits, 100 times what decides
 
 
 class DmsDecoder(ReferenceDecoder):
@@ -23,8 +25,8 @@ class DmsDecoder(ReferenceDecoder):
         channel: which one is borrowed.
         zero_after_rope: it is hidden behind the rotation, too.
 
-    Attributes:
-        logits: after a forward pass, [L, H, T].
+    After a forward pass `rows` has a layer's [H, T] of what decides, before scale and
+    offset.
     """
 
     def __init__(
@@ -39,16 +41,18 @@ class DmsDecoder(ReferenceDecoder):
         super().__init__(folder)
         self.adapters, self.scale_by, self.offset = adapters, scale, offset
         self.channel, self.zero_after_rope = channel, zero_after_rope
-        self.rows: list[torch.Tensor] = []
 
-    def forward(
-        self, tokens: list[int], visible: torch.Tensor | None = None
-    ) -> Activations:
-        """Run a sequence; see the base class."""
-        self.rows = []
-        found = super().forward(tokens, visible)
-        self.logits = torch.stack(self.rows) * self.scale_by - self.offset
-        return found
+    def decisions(self, shift: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [L, H, T] bool: what is dropped, and what may go either way.
+
+        Args:
+            shift: tokens behind a token whose logit decides about it.
+        """
+        logits = torch.stack(self.rows) * self.scale_by - self.offset
+        margin = torch.full_like(logits, torch.inf)
+        size = logits.shape[-1] - shift  # nobody decides on the last ones
+        margin[..., :size] = logits[..., shift:].abs()
+        return dropped(logits, shift), margin < NEAR
 
     def _attention(self, layer: int, hidden: torch.Tensor, visible: torch.Tensor):
         if self.adapters is not None:

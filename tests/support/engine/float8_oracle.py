@@ -7,7 +7,6 @@ server was about to store, after it has checked that its own numbers are the sam
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +20,7 @@ from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.step import Step, StepTokens
 
 STORED = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+SCALES = ((0.5, 2.0), (0.25, 0.5))  # of keys and values, by layer: exact in any kernel
 TOLERANCE = 1e-4
 Seen = dict[str, torch.Tensor]
 
@@ -36,10 +36,6 @@ def towards_zero(numbers: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
 
 class StoredTokens(Capture):
     """Notes the keys and values of every token, before the cache rounds them.
-
-    Args:
-        decoder: tells the model's shape.
-        max_tokens: no request is longer.
 
     Attributes:
         seen: by vLLM's request id, [2, L, H, T, D] float32, NaN where nothing was seen.
@@ -74,11 +70,10 @@ class StoredTokens(Capture):
         self._step = None
 
 
-class Float8Decoder(ReferenceDecoder):
-    """Qwen3 in float32 whose keys and values are rounded, by scale and layer.
+class RoundedCache:
+    """A cache that rounds keys and values by scale and layer; see `ReferenceDecoder`.
 
     Args:
-        folder: model folder.
         stored: the cache's numbers.
         seen: [2, L, H, T, D], what the server was about to store.
         scales: L of keys and L of values; 1 where there are none.
@@ -86,36 +81,29 @@ class Float8Decoder(ReferenceDecoder):
 
     def __init__(
         self,
-        folder: Path | str,
         stored: torch.dtype,
         seen: torch.Tensor,
         scales: Sequence[Sequence[float]] = (),
     ) -> None:
-        super().__init__(folder)
         self.stored, self.seen = stored, seen
-        self.scales = scales or [[1.0] * self.num_layers] * 2
+        self.scales = scales or [[1.0] * seen.shape[1]] * 2
 
-    def _cached(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._rounded(0, layer, key), self._rounded(1, layer, value)
-
-    def _rounded(self, part: int, layer: int, own: torch.Tensor) -> torch.Tensor:
-        server = self.seen[part, layer][:, : own.shape[1]]
-        server = torch.where(server.isnan(), own, server)
-        if not torch.allclose(server, own, TOLERANCE, TOLERANCE):
-            raise Mismatch(f"layer {layer}: the server stored other keys or values")
-        scale = self.scales[part][layer]
-        return towards_zero(server / scale, self.stored) * scale
+    def __call__(self, layer: int, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return keys and values [H, T, D] of a layer as the cache gives them back."""
+        found = []
+        for part, vectors in enumerate(own):
+            server = self.seen[part, layer][:, : vectors.shape[1]]
+            server = torch.where(server.isnan(), vectors, server)
+            if not torch.allclose(server, vectors, TOLERANCE, TOLERANCE):
+                raise Mismatch(f"layer {layer}: the server stored other keys or values")
+            scale = self.scales[part][layer]
+            found.append(towards_zero(server / scale, self.stored) * scale)
+        return tuple(found)
 
 
 @contextmanager
 def scaled_cache(scales: Sequence[Sequence[float]]) -> Iterator[None]:
-    """Give the layers of an engine that starts in here scales, as a checkpoint does.
-
-    Args:
-        scales: L of keys and L of values.
-    """
+    """Give the layers of an engine that starts in here scales, as a checkpoint does."""
     stock, layers = attention.set_default_quant_scales, list[Any]()
 
     def set_scales(layer: Any, register_buffer: bool = False) -> None:
@@ -129,6 +117,15 @@ def scaled_cache(scales: Sequence[Sequence[float]]) -> Iterator[None]:
 
     with patch.object(attention, "set_default_quant_scales", set_scales):
         yield
+
+
+def check_storage(engine: Engine, kind: str) -> None:
+    """The cache holds bytes, and the policy's views read them as FP8."""
+    pool, caches = engine.runtime.compactor.pool, engine.worker.model_runner.kv_caches
+    assert {cache.dtype for cache in caches} == {torch.uint8}
+    assert {view.dtype for view in pool.keys + pool.values} == {STORED[kind]}
+    starts = {cache.untyped_storage().data_ptr() for cache in caches}
+    assert {view.untyped_storage().data_ptr() for view in pool.keys} == starts
 
 
 def run_and_see(

@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 
 from support.engine.admissions import closed_form
-from support.engine.reference_decoder import Activations, ReferenceDecoder
+from support.engine.reference_decoder import ReferenceDecoder
 from vllm_kvpolicy.policies.admissions.wgkv import Gates
+
+NEAR = 1e-4
 
 
 class GatedDecoder(ReferenceDecoder):
     """Qwen3 with gates as their authors have them: grouped convolutions over tokens.
 
     Args:
-        folder: model folder.
         gates: with their window and sinks.
         hides: hide tokens that are not admitted by the closed form, too.
         threshold: a token stays whose gate is above this.
 
-    Attributes:
-        values: after a forward pass, [L, H, T] gates.
+    After a forward pass `rows` has the gates [H, T] of each layer.
     """
 
     def __init__(
@@ -28,16 +28,11 @@ class GatedDecoder(ReferenceDecoder):
     ) -> None:
         super().__init__(folder)
         self.gates, self.hides, self.threshold = gates, hides, threshold
-        self.rows: list[torch.Tensor] = []
 
-    def forward(
-        self, tokens: list[int], visible: torch.Tensor | None = None
-    ) -> Activations:
-        """Run a sequence; see the base class."""
-        self.rows = []
-        found = super().forward(tokens, visible)
-        self.values = torch.stack(self.rows)
-        return found
+    def decisions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [L, H, T] bool: what is dropped, and what may go either way."""
+        above = torch.stack(self.rows) - self.threshold
+        return above <= 0, above.abs() < NEAR
 
     def _attention(self, layer: int, hidden: torch.Tensor, visible: torch.Tensor):
         prefix = f"model.layers.{layer}."

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +30,7 @@ POLICIES = ("streaming", "tova", "snapkv", "ams-tova", "ams-snapkv")
 MOVERS = ("identity", "holes")
 TOP_LOGPROBS = 20
 MAX_STEPS = 5000
+OWN = "own"
 FIRST_TOKEN, LAST_TOKEN = 3, 98  # the tiny model's characters
 NO_COMMANDS = SimpleNamespace(events=())  # of stock vLLM
 
@@ -43,13 +44,12 @@ class Job:
 
     Args:
         name: unique within a run.
-        prompt: token ids.
         max_tokens: tokens to generate; the end token is ignored.
         arrives: engine step before which the request is added.
         aborted: number of generated tokens after which it is aborted, None for never.
-        extra_args: the request's own knobs.
         prompt_logprobs: ask for log-probabilities of the prompt too.
         lora: the adapter's request of vLLM's, None for the plain model.
+        priority: the more urgent, the smaller.
     """
 
     name: str
@@ -60,6 +60,7 @@ class Job:
     extra_args: dict[str, Any] | None = None
     prompt_logprobs: bool = False
     lora: Any = None
+    priority: int = 0
 
 
 class Record(EventRecord):
@@ -83,13 +84,12 @@ class Result:
     """What one request gave.
 
     Args:
-        job: the request.
-        tokens: generated token ids.
         logprobs: per generated token, token id to log-probability.
         prompt_logprobs: the same for prompt tokens after the first, empty if not asked.
         passes: the request's events, one list for each time it was (re)computed.
         record: of the same events, what the scheduler has told the worker.
         computed_in: per generated token, the index of the pass that it comes from.
+        output: vLLM's own, as a user gets it.
     """
 
     job: Job
@@ -99,6 +99,7 @@ class Result:
     passes: list[list[Record]] = field(default_factory=list)
     record: list[list[Cut]] = field(default_factory=list)
     computed_in: list[int] = field(default_factory=list)
+    output: Any = None
 
     @property
     def all_tokens(self) -> Prompt:
@@ -121,28 +122,50 @@ class Run:
 
     Args:
         results: finished requests by name.
-        steps: engine steps.
         preemptions: requests that lost their blocks, counted each time.
+        counters: the engine's own, since it started; none of stock vLLM.
     """
 
     results: dict[str, Result]
     steps: int
     preemptions: int
+    counters: dict[str, float] = field(default_factory=dict)
 
     @property
     def tokens(self) -> dict[str, Prompt]:
         """Generated tokens by name."""
         return {name: result.tokens for name, result in self.results.items()}
 
+    @property
+    def events(self) -> list[Record]:
+        """Events of all requests, of the last time that each was computed."""
+        return [event for each in self.results.values() for event in each.events]
+
+    @property
+    def calls(self) -> list[Cut]:
+        """What the scheduler has told the worker of events, of all passes."""
+        return [cut for each in self.results.values() for cut in sum(each.record, [])]
+
+    def check_moved(self, heads: tuple[int, int] = (2, 2)) -> None:
+        """Check that events of [L, H] heads drop nothing and move half of all tokens.
+
+        A mover that moves little would prove little.
+        """
+        assert not self.counters["tokens_dropped"]
+        passes = [each for result in self.results.values() for each in result.passes]
+        moved = [event.moved for events in passes for event in events]
+        assert sum(moved) / len(moved) >= 0.5
+        assert {event.survivors.shape[:2] for event in self.events} == {heads}
+
     def check_answers(self, stock: "Run", most: float = 1e-3) -> None:
         """Check that tokens are those of a stock run, log-probabilities within `most`.
 
-        Prompts of the jobs must differ, so that no two answers are alike.
+        Prompts of the jobs must differ, so that no two answers are alike. Aborts fall
+        on whole steps, so lengths agree, too.
         """
         assert self.tokens == stock.tokens
-        assert len({tuple(tokens) for tokens in stock.tokens.values()}) == len(
-            stock.tokens
-        )
+        answers = {tuple(tokens) for tokens in stock.tokens.values()}
+        assert len(answers) == len(stock.tokens)
         for name, result in self.results.items():
             pairs = zip(result.logprobs, stock.results[name].logprobs, strict=True)
             for token, (ours, theirs) in zip(result.tokens, pairs, strict=True):
@@ -170,7 +193,8 @@ def jobs_of(
 ) -> list[Job]:
     """Return a job per policy and prompt length, named `POLICY LENGTH`.
 
-    All policies answer the same prompts; `fields` are further fields of Job.
+    All policies answer the same prompts; `OWN` stands for the server's own policy, and
+    `fields` are further fields of Job.
     """
     names = list(names)
     return [
@@ -178,11 +202,39 @@ def jobs_of(
             f"{name} {length}",
             make_prompt(length, length),
             max_tokens,
-            extra_args={"kv_policy": name},
+            extra_args=None if name == OWN else {"kv_policy": name},
             **fields,
         )
         for length in lengths
         for name in names
+    ]
+
+
+def one_job_each(
+    names: Sequence[str],
+    lengths: Sequence[int],
+    max_tokens: int,
+    seed: int = 7000,
+    make: Callable[[int, int], Prompt] = make_prompt,
+    **fields: Any,
+) -> list[Job]:
+    """Return a job per policy, named like it, with a prompt of its own.
+
+    Args:
+        lengths: of prompts, again and again.
+        seed: of the first prompt; the others follow by one.
+        make: makes a prompt of a seed and a length.
+        **fields: further fields of Job.
+    """
+    return [
+        Job(
+            name,
+            make(seed + number, lengths[number % len(lengths)]),
+            max_tokens,
+            extra_args={"kv_policy": name},
+            **fields,
+        )
+        for number, name in enumerate(names)
     ]
 
 
@@ -253,7 +305,6 @@ class Engine:
     """A vLLM engine in this process, with or without a policy.
 
     Args:
-        model: model folder.
         policy: the plain form of the policy's configuration, None for stock vLLM;
             events are at fixed positions unless it says otherwise.
         trace: record events in this folder.
@@ -278,9 +329,7 @@ class Engine:
         keep_kernels()
         self.trace = trace
         self._read: set[Path] = set()
-        self._preemptions = 0
         self._passes = Passes()
-        self._count_preemptions()
         self._passes.watch(self.scheduler)
         if not foresees:
             self.admit_as_vllm_does()
@@ -334,19 +383,11 @@ class Engine:
         if admission is not None:
             del admission.admits, admission.allowed
 
-    def _count_preemptions(self) -> None:
-        preempt = self.scheduler._preempt_request
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._preemptions += 1
-            return preempt(*args, **kwargs)
-
-        self.scheduler._preempt_request = counted
-
     def tell_worker_of_the_last_finish(self) -> None:
-        """Run the empty step in which vLLM passes on which requests finished."""
-        if self.scheduler.has_requests():
-            self.core.step_fn()
+        """Run the empty steps in which vLLM passes on which requests finished."""
+        for _ in range(3):  # of which two may be under way
+            if self.scheduler.has_requests() or self.core.batch_queue:
+                self.core.step_fn()
 
     def close(self) -> None:
         """Shut the engine down; the counters file goes with it.
@@ -368,20 +409,40 @@ class Engine:
     def run(
         self, jobs: Iterable[Job], on_step: Callable[["Engine"], None] | None = None
     ) -> Run:
-        """Run jobs to their end.
-
-        Args:
-            jobs: in order of arrival where they arrive in the same step.
-            on_step: called after each engine step.
-        """
+        """Run jobs to their end."""
         session = Session(self, list(jobs))
         while session.step():
             if on_step is not None:
                 on_step(self)
         return session.finish()
 
-    def _new_records(self) -> dict[str, list[list[Record]]]:
-        return {} if self.trace is None else read_records(self.trace, self._read)
+
+def serve(
+    model: Path,
+    policy: dict[str, Any] | None,
+    jobs: Iterable[Job],
+    *args: Any,
+    **kw: Any,
+) -> Run:
+    """Run jobs on an engine of their own; further arguments are those of `Engine`."""
+    with Engine(model, policy, *args, **kw) as engine:
+        return engine.run(jobs)
+
+
+def serve_again(
+    model: Path,
+    policy: dict[str, Any] | None,
+    jobs: Iterable[Job],
+    times: int = 2,
+    **changes: Any,
+) -> tuple[list[Run], list[Counter[str]]]:
+    """Run the same jobs several times on one engine; return runs and hits of each."""
+    runs, counts, jobs = [], [], list(jobs)
+    with Engine(model, policy, **changes) as engine:
+        for _ in range(times):
+            counts.append(watch_hits(engine))
+            runs.append(engine.run(jobs))
+    return runs, counts
 
 
 def keep_kernels() -> None:
@@ -397,10 +458,10 @@ def keep_kernels() -> None:
 
 
 def watch_hits(engine: Engine) -> Counter[str]:
-    """Count from now on how many tokens each job takes from the cache."""
+    """Count the tokens that each job takes from the cache until the next call."""
     hits: Counter[str] = Counter()
     manager = engine.scheduler.kv_cache_manager
-    record = manager.record_prefix_cache_stats
+    record = type(manager).record_prefix_cache_stats.__get__(manager)
 
     def recorded(request: Any, num_hits: int) -> None:
         hits[request.request_id.rsplit("-", 1)[0]] += num_hits
@@ -423,6 +484,11 @@ class Passes:
         self.events: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.record: defaultdict[str, list[Cut]] = defaultdict(list)
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that lost their blocks, counted each time."""
+        return sum(map(len, self.events.values()))
 
     def watch(self, scheduler: Any) -> None:
         """Follow a scheduler from now on; it has no requests yet."""
@@ -501,7 +567,8 @@ class Session:
         self.named = {job.name: job for job in jobs}
         self.outputs: dict[str, Any] = {}
         self.steps = 0
-        self._preemptions_before = engine._preemptions
+        self._preemptions_before = engine._passes.num_preemptions
+        self._free_before = engine.num_free
 
     def step(self) -> bool:
         """Add what arrives, step the engine; False when there is nothing left."""
@@ -539,45 +606,41 @@ class Session:
             TokensPrompt(prompt_token_ids=job.prompt),
             params,
             lora_request=job.lora,
+            priority=job.priority,
         )
         self.jobs[request_id] = job
 
     def finish(self) -> Run:
-        """Return what the jobs gave."""
-        records, passes = self.engine._new_records(), self.engine._passes
+        """Return what the jobs gave; nothing is left of them in the engine."""
+        engine = self.engine
+        assert engine.num_free == self._free_before, "superblocks are lost"
+        has_policy = hasattr(engine.scheduler, "kv_policy_planner")
+        assert not (has_policy and engine.scheduler.kv_policy_planner.states)
+        trace = engine.trace
+        records = {} if trace is None else read_records(trace, engine._read)
         results = {
-            job.name: _result(
-                job,
-                self.outputs[job.name],
-                passes.split(request_id, sum(records.get(request_id, []), [])),
-                passes.split(request_id, passes.record[request_id]),
-                passes.tokens.get(request_id, []),
-            )
+            job.name: self._result(request_id, job, records.get(request_id, []))
             for request_id, job in self.jobs.items()
             if job.name in self.outputs
         }
-        preemptions = self.engine._preemptions - self._preemptions_before
-        return Run(results, self.steps, preemptions)
+        preemptions = engine._passes.num_preemptions - self._preemptions_before
+        counters = engine.counters() if has_policy else {}
+        return Run(results, self.steps, preemptions, counters)
 
-
-def _result(
-    job: Job,
-    output: Any,
-    passes: list[list[Record]],
-    record: list[list[Cut]],
-    computed_in: list[int],
-) -> Result:
-    completion = output.outputs[0]
-    prompt_logprobs = (output.prompt_logprobs or [])[1:]
-    return Result(
-        job=job,
-        tokens=list(completion.token_ids),
-        logprobs=[_plain(entry) for entry in completion.logprobs],
-        prompt_logprobs=[_plain(entry) for entry in prompt_logprobs],
-        passes=passes,
-        record=record,
-        computed_in=computed_in,
-    )
+    def _result(self, request_id: str, job: Job, records: list[list[Record]]) -> Result:
+        output, passes = self.outputs[job.name], self.engine._passes
+        completion = output.outputs[0]
+        prompt_logprobs = (output.prompt_logprobs or [])[1:]
+        return Result(
+            job=job,
+            tokens=list(completion.token_ids),
+            logprobs=[_plain(entry) for entry in completion.logprobs],
+            prompt_logprobs=[_plain(entry) for entry in prompt_logprobs],
+            passes=passes.split(request_id, sum(records, [])),
+            record=passes.split(request_id, passes.record[request_id]),
+            computed_in=passes.tokens.get(request_id, []),
+            output=output,
+        )
 
 
 def _plain(entry: dict[int, Any]) -> dict[int, float]:

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 
-from support.engine.reference_decoder import Activations, ReferenceDecoder
+from support.engine.reference_decoder import ReferenceDecoder
+
+NEAR = 1e-4
 
 
 class KVzapDecoder(ReferenceDecoder):
     """Qwen3 with a surrogate beside each layer's attention.
 
     Args:
-        folder: model folder.
         tensors: the surrogate, as its file names them.
         hides: hide tokens below the threshold by the closed form, too.
         threshold: score that a token needs to stay.
@@ -23,9 +24,8 @@ class KVzapDecoder(ReferenceDecoder):
         sinks: first tokens that stay in any case.
         dense: queries at positions below this see everything, as in kvpress' prefill.
 
-    Attributes:
-        inputs: after a forward pass, [L, T, d], what the surrogate was given.
-        scores: after a forward pass, [L, H, T].
+    After a forward pass `rows` has the scores [H, T] of each layer, and `inputs` what
+    the surrogate was given, [T, d].
     """
 
     def __init__(
@@ -41,22 +41,19 @@ class KVzapDecoder(ReferenceDecoder):
         super().__init__(folder)
         self.tensors, self.hides, self.threshold = tensors, hides, threshold
         self.recent, self.sinks, self.dense = recent, sinks, dense
-        self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.inputs: dict[int, torch.Tensor] = {}
 
-    def forward(
-        self, tokens: list[int], visible: torch.Tensor | None = None
-    ) -> Activations:
-        """Run a sequence; see the base class."""
-        self.rows = []
-        found = super().forward(tokens, visible)
-        self.inputs, self.scores = map(torch.stack, zip(*self.rows, strict=True))
-        return found
+    def decisions(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [L, H, T] bool: what is dropped, and what may go either way."""
+        above = torch.stack(self.rows) - self.threshold
+        return above < 0, above.abs() < NEAR
 
     def _attention(self, layer: int, hidden: torch.Tensor, visible: torch.Tensor):
         name = f"model.layers.{layer}.input_layernorm.weight"
         normed = self._norm(hidden, name)
         score = self._score(layer, normed).T
-        self.rows.append((normed, score))
+        self.rows.append(score)
+        self.inputs[layer] = normed
         if self.hides:
             place = torch.arange(len(normed))
             age = place[:, None] - place

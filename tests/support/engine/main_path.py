@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,25 +65,23 @@ class Walk:
 
     def _is_import(self, frame: FrameType) -> bool:
         """Return whether a module's own code, run by its import, made the call."""
-        caller: FrameType | None = frame.f_back
-        while caller is not None:
-            code = caller.f_code
-            is_function = code.co_flags & inspect.CO_OPTIMIZED
-            if not is_function and code.co_filename.startswith(self.root):
-                return True
-            caller = caller.f_back
-        return False
+        return any(
+            not caller.f_code.co_flags & inspect.CO_OPTIMIZED
+            and caller.f_code.co_filename.startswith(self.root)
+            for caller in _callers(frame)
+        )
 
     def _stack(self, frame: FrameType) -> list[str]:
         """Return the modules on the stack, the outermost first, each once."""
-        modules: list[str] = []
-        caller: FrameType | None = frame
-        while caller is not None:
-            module = self.module_of(caller.f_code)
-            if module is not None and module not in modules:
-                modules.append(module)
-            caller = caller.f_back
-        return modules[::-1]
+        found = [self.module_of(each.f_code) for each in (frame, *_callers(frame))]
+        return list(dict.fromkeys(module for module in found if module))[::-1]
+
+
+def _callers(frame: FrameType) -> Iterator[FrameType]:
+    """Yield the frames below one, the innermost first."""
+    while caller := frame.f_back:
+        yield caller
+        frame = caller
 
 
 def serve(model: str, walk: Walk) -> int:

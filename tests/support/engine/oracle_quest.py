@@ -20,7 +20,6 @@ class QuestDecoder(ReferenceDecoder):
     """A reference decoder for one request at a time.
 
     Args:
-        folder: model folder.
         budget: tokens per KV head that a query reads, local tokens included.
         block_size: N.
 
@@ -65,8 +64,6 @@ class QuestDecoder(ReferenceDecoder):
 
         Args:
             visible: [T, T] bool, mutated.
-            layer: its layer.
-            head: the KV head.
             queries: [G, T, D].
             keys: [T, D].
         """

@@ -58,26 +58,40 @@ def check_replay(decoder: ReferenceDecoder, result: Any) -> float:
         Mismatch: one differs by more than TOLERANCE, or none could be compared.
     """
     assert len(result.computed_in) == len(result.tokens), result.job.name
-    worst, compared = 0.0, 0
+    found = []
     for number in sorted(set(result.computed_in)):
         events = result.passes[number] if number < len(result.passes) else []
         visible = visibility(decoder, result, events)
-        seen = decoder.forward(result.all_tokens, visible)
-        logprobs = seen.logits.log_softmax(-1)
-        for place, entry in _computed_in(result, number):
-            tokens = torch.tensor(list(entry))
-            server = torch.tensor(list(entry.values()))
-            difference = (logprobs[place, tokens] - server).abs().max().item()
-            compared += len(entry)
-            if not difference <= TOLERANCE:
-                raise Mismatch(
-                    f"{result.job.name}: log-probabilities after token {place} differ "
-                    f"by {difference:.2e}; pass {number + 1} of {len(result.passes)}"
-                )
-            worst = max(worst, difference)
-    if not compared:
+        found += check_logprobs(decoder, result, visible, number)
+    if not found:
         raise Mismatch(f"{result.job.name}: the server gave no log-probabilities")
-    return worst
+    return max(found)
+
+
+def check_logprobs(
+    decoder: ReferenceDecoder, result: Any, visible: torch.Tensor, number: int
+) -> list[float]:
+    """Compare the log-probabilities of a pass with those under a mask [L, H, T, T].
+
+    Returns:
+        The largest difference of each token.
+
+    Raises:
+        Mismatch: one differs by more than TOLERANCE.
+    """
+    found = []
+    seen = decoder.forward(result.all_tokens, visible)
+    logprobs = seen.logits.log_softmax(-1)
+    for place, entry in _computed_in(result, number):
+        tokens = torch.tensor(list(entry))
+        server = torch.tensor(list(entry.values()))
+        found.append((logprobs[place, tokens] - server).abs().max().item())
+        if not found[-1] <= TOLERANCE:
+            raise Mismatch(
+                f"{result.job.name}: log-probabilities after token {place} differ "
+                f"by {found[-1]:.2e}; pass {number + 1} of {len(result.passes)}"
+            )
+    return found
 
 
 def _computed_in(result: Any, number: int) -> Iterator[tuple[int, dict[int, float]]]:

@@ -39,6 +39,40 @@ class Report:
     decisions: int = 0
     near_ties: list[str] = field(default_factory=list)
 
+    def compare(
+        self,
+        where: str,
+        held: np.ndarray,
+        score: np.ndarray,
+        expected: tuple[np.ndarray, np.ndarray],
+        got: tuple[np.ndarray, np.ndarray],
+        tolerance: float = GAP,
+    ) -> None:
+        """Compare what one head selected, and what survived of it, as indices.
+
+        Args:
+            where: event, layer and head.
+            held: [T] true positions of the tokens that the head held.
+            score: [T] of them, by the reference.
+            expected: indices that it selects, and those that survive.
+            got: the server's.
+            tolerance: a smaller difference of scores at the cut is a near tie.
+
+        Raises:
+            Mismatch: they differ where the reference leaves no doubt.
+        """
+        self.decisions += 1
+        names = "selected", "survivors"
+        for name, wanted, found in zip(names, expected, got, strict=True):
+            if np.array_equal(np.sort(wanted), found):
+                continue
+            gap = cut_gap(score, wanted, found)
+            line = f"{where}: {name} differ, gap {gap:.2e}"
+            if not gap < tolerance:
+                raise Mismatch(f"{line}: expected {held[wanted]}, got {held[found]}")
+            self.near_ties.append(line)
+            break
+
     def check(self) -> None:
         """Raise Mismatch where near ties are too many to be chance."""
         if len(self.near_ties) > MAX_SHARE * self.decisions:
@@ -213,13 +247,6 @@ def check_selection(
 ) -> None:
     """Compare every decision of a request with the reference.
 
-    Args:
-        decoder: the model.
-        result: a `helpers.Result` with its events.
-        config: the request's policy.
-        block_size: N, tokens per superblock.
-        report: decisions and near ties are added to it.
-
     Raises:
         Mismatch: a decision differs where the reference leaves no doubt.
     """
@@ -257,28 +284,14 @@ def compare_row(
     report: Report,
 ) -> np.ndarray:
     """Compare one head's selection and survivors; return the indices it holds."""
-    selected = np.searchsorted(row.held, event.selected_of(layer, head))
-    survivors = event.survivors_of(layer, head)
+    held, survivors = row.held, event.survivors_of(layer, head)
     local = np.arange(event.frontier, event.position)
-    holds = np.searchsorted(row.held, np.r_[survivors, local])
+    holds = np.searchsorted(held, np.r_[survivors, local])
     is_kept = np.zeros(len(score), dtype=bool)
     is_kept[kept] = True
-    filled = fill(is_kept, score, len(holds))
-    report.decisions += 1
-    for name, expected, got in (
-        ("selected", kept, selected),
-        ("survivors", filled, holds),
-    ):
-        if len(expected) == len(got) and np.array_equal(expected, got):
-            continue
-        gap = cut_gap(score, expected, got)
-        line = f"{where}: {name} differ, gap {gap:.2e}"
-        if gap >= GAP:
-            raise Mismatch(
-                f"{line}: expected {row.held[expected]}, got {row.held[got]}"
-            )
-        report.near_ties.append(line)
-        break
+    expected = kept, fill(is_kept, score, len(holds))
+    got = np.searchsorted(held, event.selected_of(layer, head)), holds
+    report.compare(where, held, score, expected, got)
     return holds
 
 

@@ -7,11 +7,15 @@ same as decoding it token by token while the cache loses what the mask hides.
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+
+KV = tuple[torch.Tensor, torch.Tensor]
+Cached = Callable[[int, torch.Tensor, torch.Tensor], KV]
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class ReferenceDecoder:
 
     Args:
         folder: model folder with config.json and model.safetensors.
+
+    Attributes:
+        cached: takes a layer's number, its keys and its values [H, T, D], returns them
+            as a cache gives them back; tests may set another.
+        rows: what a decoder that decides noted of each layer in a forward pass.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -51,6 +60,8 @@ class ReferenceDecoder:
         self.eps = config["rms_norm_eps"]
         self.theta = config["rope_theta"]
         self.scale = self.head_dim**-0.5
+        self.cached: Cached = lambda layer, key, value: (key, value)
+        self.rows: list[torch.Tensor] = []
 
     @torch.no_grad()
     def forward(
@@ -63,7 +74,7 @@ class ReferenceDecoder:
             visible: [L, H, T, T] bool, what the query at each row may see; None is
                 causal.
         """
-        size = len(tokens)
+        size, self.rows = len(tokens), []
         if visible is None:
             causal = torch.ones(size, size, dtype=torch.bool).tril()
             visible = causal.expand(self.num_layers, self.num_heads, size, size)
@@ -92,7 +103,7 @@ class ReferenceDecoder:
         key = self._heads(normed, prefix + "k_proj.weight", prefix + "k_norm.weight")
         value = self._heads(normed, prefix + "v_proj.weight", None)
         query, key = self._rotate(query), self._rotate(key)
-        key, value = self._cached(layer, key, value)
+        key, value = self.cached(layer, key, value)
         group = self.num_q_heads // self.num_heads
         scores = query @ key.repeat_interleave(group, 0).transpose(-1, -2) * self.scale
         mask = visible.repeat_interleave(group, 0)
@@ -100,12 +111,6 @@ class ReferenceDecoder:
         out = probs @ value.repeat_interleave(group, 0)
         out = out.transpose(0, 1).flatten(1) @ self.weights[prefix + "o_proj.weight"].T
         return out, query, key, value
-
-    def _cached(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values [H, T, D] as a cache gives them back."""
-        return key, value
 
     def _heads(
         self, hidden: torch.Tensor, weight: str, norm: str | None

@@ -1,16 +1,21 @@
 """Runs engines in a process of its own, whose compiled code meets nobody else's."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from support.engine.helpers import Engine, Job
+from support.programs import run_program
 
-TESTS = Path(__file__).parents[2]
-PROGRAM = "support.engine.run_compiled"  # a module, run within TESTS
+
+def caches_in(folder: Path) -> dict[str, str]:
+    """Return the environment of an engine that keeps compiled code in a folder."""
+    return {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
 
 
 def run_elsewhere(specs: list[dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
@@ -22,19 +27,7 @@ def run_elsewhere(specs: list[dict[str, Any]], folder: Path) -> list[dict[str, A
     """
     spec, out = folder / "spec.json", folder / "out.json"
     spec.write_text(json.dumps(specs))
-    changes = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CACHE_ROOT": str(folder / "cache"),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-    }
-    done = subprocess.run(
-        [sys.executable, "-m", PROGRAM, str(spec), str(out)],
-        cwd=TESTS,
-        env={**os.environ, **changes},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_program("support.engine.run_compiled", spec, out, **caches_in(folder))
     return json.loads(out.read_text())
 
 

@@ -13,11 +13,7 @@ LENGTHS, NEW_TOKENS = (150, 33, 220), 120
 # Every signal of the variant "segment": steps of two layers, variance of keys. The
 # budget never binds, so that all tokens see all others; the pool is too small for all
 # requests at once, so that some are computed again.
-POLICY = {
-    "policy": "epikv",
-    "budget": 512,
-    "policy_config": {"variant": "segment"},
-}
+POLICY = {"policy": "epikv", "budget": 512, "policy_config": {"variant": "segment"}}
 CHANGES = {
     "num_blocks": 22,
     "max_model_len": 512,
@@ -29,10 +25,6 @@ CHANGES = {
 
 def run(model: Path, **changes: Any) -> dict[str, np.ndarray]:
     """Generate, and collect what was measured of every request.
-
-    Args:
-        model: model folder.
-        changes: arguments of Engine beside `CHANGES`.
 
     Returns:
         Per request `NAME_tokens` [T], prompt included, and `NAME_SIGNAL` [n] float32

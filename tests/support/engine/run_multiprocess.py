@@ -8,8 +8,20 @@ from typing import Any
 
 from vllm import LLM, SamplingParams, TokensPrompt
 
+from support.programs import run_program
 from vllm_kvpolicy.observe.metrics import CounterFile
 from vllm_kvpolicy.observe.shared_files import own_engine
+
+
+def run_apart(
+    specs: list[dict[str, Any]], folder: Path, **environment: str
+) -> list[dict[str, Any]]:
+    """Run engines in a process of their own; see `run`."""
+    spec, out = folder / "spec.json", folder / "out.json"
+    spec.write_text(json.dumps(specs))
+    environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    run_program("support.engine.run_multiprocess", spec, out, **environment)
+    return json.loads(out.read_text())
 
 
 def run(spec: dict[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from triton import backends  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.backends.driver import DriverBase  # noqa: E402
 
 from support.interpreter import patch_once  # noqa: E402
 
@@ -56,50 +55,23 @@ KV_POLICY = {
 }
 
 
-class InterpreterDriver(DriverBase):
-    """Answers what vLLM asks of a Triton driver; nothing is compiled or launched."""
-
-    def __init__(self) -> None:
-        """Skip the base class, which looks for a compiler."""
-
-    @classmethod
-    def is_active(cls) -> bool:
-        """Say that this driver may be used."""
-        return True
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        """Return the type as it is; no launcher is built."""
-        return ty
-
-    def get_current_target(self) -> GPUTarget:
-        """Return a target that is no GPU."""
-        return GPUTarget("cpu", 0, 0)
-
-    def get_current_device(self) -> int:
-        """Return the only device."""
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        """Return the only stream."""
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        """Return where the tensors are."""
-        return torch.device("cpu")
-
-    def get_benchmarker(self) -> Any:
-        """Return a benchmarker for which all configurations are equal."""
-        return lambda *args, **kwargs: [1.0, 1.0, 1.0]
+# Answers what vLLM asks of a Triton driver; nothing is compiled or launched, and all
+# configurations are equally fast.
+DRIVER = SimpleNamespace(
+    is_active=lambda: True,
+    map_python_to_cpp_type=lambda kind: kind,
+    get_current_target=lambda: GPUTarget("cpu", 0, 0),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device=0: 0,
+    get_active_torch_device=lambda: torch.device("cpu"),
+    get_benchmarker=lambda: lambda *args, **kwargs: [1.0, 1.0, 1.0],
+)
 
 
 def install(attention_backend: str) -> None:
-    """Make this process look like one with a GPU that runs Triton.
-
-    Args:
-        attention_backend: dotted path of the attention backend class to use.
-    """
-    backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=InterpreterDriver)
-    triton.runtime.driver.set_active(InterpreterDriver())
+    """Make this process look like one with a GPU that runs Triton."""
+    backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=DRIVER)
+    triton.runtime.driver.set_active(DRIVER)
     properties = SimpleNamespace(
         multi_processor_count=8, name="interpreter", major=9, minor=0
     )
@@ -186,10 +158,7 @@ def generate(
     """Return greedy tokens of the fixed prompts and the number of events.
 
     Args:
-        model: folder.
-        policy: the plain form of its configuration.
         common: leading tokens that are the same in all prompts.
-        changes: of the engine's arguments.
     """
     from vllm import LLM, SamplingParams, TokensPrompt
 

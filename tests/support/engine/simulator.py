@@ -134,12 +134,7 @@ class Simulation:
         return self.scheduler.kv_cache_manager.block_pool
 
     def run(self, num_steps: int, num_drains: int = 1) -> Counter[str]:
-        """Take this many steps of traffic; let the engine drain at the end.
-
-        Args:
-            num_steps: of the scheduler, at least.
-            num_drains: times that it drains, the last one at the end.
-        """
+        """Take this many steps of traffic; let the engine drain at the end."""
         try:
             for drain in range(1, num_drains + 1):
                 self._live_until(num_steps * drain // num_drains)
@@ -274,9 +269,9 @@ class Simulation:
             wishes.get("kv_interval", policy.interval_tokens),
             policy.prefill_step(self.scenario.block_size),
             phase if policy.spread_events else 0,
-            policy.resolved(name).window_tokens,
+            found.window_tokens,
         )
-        window = policy.resolved(name).window_tokens
+        window = found.window_tokens
         parts = window * self.group_size
         return Asked(
             prompt_len=prompt_len,
@@ -472,9 +467,9 @@ class Simulation:
 
     def _check_nothing_held(self) -> None:
         """Check that no request has a superblock or a query window."""
-        free, planner = (
-            self.pool.get_num_free_blocks(),
+        planner, free = (
             self.scheduler.kv_policy_planner,
+            self.pool.get_num_free_blocks(),
         )
         check(free == self.pool.num_gpu_blocks - 1, "pool not full:", free)
         check(not planner._windows, "windows left", planner._windows)

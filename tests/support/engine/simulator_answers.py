@@ -12,12 +12,6 @@ from vllm_kvpolicy.protocol import UsedBlocks
 class LateAnswers:
     """Answers on their way to the scheduler.
 
-    Args:
-        scheduler: that hears them.
-        worker: that gives them.
-        totals: counts steps that have been processed, and answers by their fate.
-        rng: draws how late they are.
-
     Attributes:
         waiting: step in which each is heard, number of its incarnation, and itself.
     """

@@ -27,12 +27,7 @@ Snapshot = Mapping[int, tuple[Any, list[str]]]
 
 
 class CacheCheck:
-    """Draws prompts that share prefixes and checks every use of vLLM's prefix cache.
-
-    Args:
-        pool: vLLM's block pool.
-        scenario: block size and longest request.
-    """
+    """Draws prompts that share prefixes and checks every use of vLLM's prefix cache."""
 
     def __init__(self, pool: Any, scenario: Scenario) -> None:
         init_none_hash(sha256)
@@ -103,13 +98,7 @@ class CacheCheck:
         return held
 
     def check(self, output: Any, scheduler: Any, before: Snapshot) -> np.ndarray:
-        """Check what a step writes; return the ids of cached superblocks.
-
-        Args:
-            output: vLLM's SchedulerOutput.
-            scheduler: the scheduler.
-            before: the snapshot from before this step was scheduled.
-        """
+        """Check what a step writes; return the ids of cached superblocks."""
         for event in output.kv_policy_commands.events:
             for block_id in event.dest_blocks:
                 block = self.pool.blocks[block_id]

@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.block_manager.scheduler import (
@@ -46,7 +46,6 @@ class Scenario:
     """One engine and its traffic.
 
     Args:
-        policy: plain form of the policy's configuration.
         depth: outputs in flight; 2 uses the asynchronous scheduler.
         block_size: N.
         spare: size of the pool beyond what one request needs, as a share of that.
@@ -56,7 +55,6 @@ class Scenario:
         arrivals: chance of a new request before a step.
         aborts: chance of an abort before a step and before an update.
         stops: chance that a sampled token ends its request.
-        seed: of everything random.
         caching: vLLM's prefix cache is on, and prompts begin like earlier requests.
         foresees: requests enter by the forecast; else as vLLM lets them in.
         resets: chance before a step that all running requests lose what they hold.
@@ -167,16 +165,11 @@ def _prefill_interval(rng: random.Random, block_size: int, caching: bool) -> int
     return block_size * rng.choice((2, 3, 8, 20))
 
 
-class AcceptEverything:
-    """Stands in for the StructuredOutputManager; no request has a grammar."""
-
-    def accept_tokens(self, request: Request, token_ids: list[int]) -> bool:
-        """Accept."""
-        return True
-
-    def validate_tokens(self, request: Request, token_ids: list[int]) -> list[int]:
-        """Return all drafts."""
-        return token_ids
+# Stands in for the StructuredOutputManager: no request has a grammar.
+ACCEPTS_EVERYTHING = SimpleNamespace(
+    accept_tokens=lambda request, token_ids: True,
+    validate_tokens=lambda request, token_ids: token_ids,
+)
 
 
 def _speculation(scenario: Scenario, model: ModelConfig) -> SpeculativeConfig | None:
@@ -246,7 +239,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
             ],
             prefix_cache_retention_interval=scenario.retention,
         ),
-        structured_output_manager=AcceptEverything(),
+        structured_output_manager=ACCEPTS_EVERYTHING,
         block_size=scenario.block_size,
         log_stats=scenario.estimates,
     )

@@ -9,14 +9,7 @@ from support.engine.simulator_pages import Asked, check
 
 
 class ForecastCheck:
-    """The forecast of one engine beside its blocks.
-
-    Args:
-        scheduler: of the engine.
-        scenario: of its traffic.
-        asked: what requests asked for, by id.
-        totals: takes in how often a forecast was exact.
-    """
+    """The forecast of one engine beside its blocks."""
 
     def __init__(
         self,

@@ -37,7 +37,6 @@ class Asked:
         prompt_len: tokens of its prompt.
         plan: its events; None where it wants the full KV cache.
         recent, sinks: tokens that are always kept.
-        policy: name of its policy.
         window: queries that the policy reads.
         window_blocks: superblocks that they take.
         keeps_all: there is no budget; unless dynamic, events permute and drop nothing.
@@ -66,11 +65,7 @@ class Asked:
         """Return the superblocks that the request may hold."""
         assert self.plan is not None
         return Footprint(
-            self.plan,
-            self.recent,
-            block_size,
-            self.keeps_all,
-            self.window_blocks,
+            self.plan, self.recent, block_size, self.keeps_all, self.window_blocks
         )
 
 
@@ -84,7 +79,6 @@ class Incarnation:
     """A request from its first token to its end or preemption.
 
     Args:
-        asked: what it asked for.
         number: of this incarnation among all of the worker's.
         row: vLLM's block table row.
         pages: page ids of each head's global pool.
@@ -151,11 +145,9 @@ def draw_quota(
     """Return pages per head after an event, sinks covered, one page at least.
 
     Args:
-        asked: what the request asked for.
         held: pages of each head before.
         num_dest: superblocks to fill.
         block_size: N.
-        rng: draws.
     """
     if not asked.is_ragged:
         return [num_dest] * NUM_HEADS

@@ -24,11 +24,7 @@ Live = Mapping[str, Incarnation]
 
 
 class TableCheck:
-    """Tables of all heads alike, and what their answers should be.
-
-    Args:
-        num_requests, max_global_blocks, block_size: see RequestTable.
-    """
+    """Tables of all heads alike, and what their answers should be."""
 
     def __init__(
         self, num_requests: int, max_global_blocks: int, block_size: int
@@ -82,11 +78,7 @@ class TableCheck:
 
 
 class RaggedCheck(TableCheck):
-    """Tables of every head, through the folded batch of each step.
-
-    Args:
-        num_requests, max_global_blocks, block_size: see RequestTable.
-    """
+    """Tables of every head, through the folded batch of each step."""
 
     def __init__(
         self, num_requests: int, max_global_blocks: int, block_size: int

@@ -15,13 +15,7 @@ from support.engine.simulator_worker import StorageWorker
 
 
 class WindowCheck:
-    """The groups with a window of one engine, on the storage of the other group.
-
-    Args:
-        scheduler: of the engine.
-        scenario: of its traffic.
-        worker: has the storage and the requests.
-    """
+    """The groups with a window of one engine, on the storage of the other group."""
 
     def __init__(
         self, scheduler: Any, scenario: Scenario, worker: StorageWorker
@@ -43,11 +37,7 @@ class WindowCheck:
         ]
 
     def execute(self, output: Any) -> None:
-        """Write the tokens of a step, then check all that their windows show.
-
-        Args:
-            output: vLLM's SchedulerOutput; full attention has run.
-        """
+        """Write the tokens of a step, then check all that their windows show."""
         if not self.managers:
             return
         for name in output.finished_req_ids | (output.preempted_req_ids or set()):

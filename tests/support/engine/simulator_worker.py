@@ -29,12 +29,7 @@ from support.engine.simulator_pages import (
     slots_of,
 )
 from vllm_kvpolicy.events import positions_up_to
-from vllm_kvpolicy.protocol import (
-    CompactEvent,
-    StepCommands,
-    UsedBlocks,
-    WindowCapture,
-)
+from vllm_kvpolicy.protocol import CompactEvent, StepCommands, UsedBlocks, WindowCapture
 
 
 class StorageWorker:
@@ -45,7 +40,6 @@ class StorageWorker:
         block_size: N.
         max_row: most entries of a block table row.
         group_size: G, query heads per KV head.
-        rng: draws survivors.
     """
 
     def __init__(
@@ -79,8 +73,6 @@ class StorageWorker:
         How many drafts are accepted is drawn; the others leave wrong tokens behind.
 
         Args:
-            output: vLLM's SchedulerOutput.
-            commands: the step's events and captures.
             asked: by request id; read for requests that start.
             cached: superblocks in the prefix cache when the step had been scheduled.
 

@@ -3,14 +3,22 @@
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from support.calibration_files import options_for
-from support.engine.helpers import Engine, Job, Record, Run, make_prompt
+from support.engine.helpers import (
+    Engine,
+    Job,
+    Record,
+    Run,
+    make_prompt,
+    one_job_each,
+    serve,
+)
 from support.made_adapters import make_adapter
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
@@ -84,39 +92,20 @@ def run_on(
     options: dict[str, Any],
     folder: Path,
     num_blocks: int = 120,
-    lengths: Sequence[int] = LENGTHS,
     foresees: bool = False,
     events: str = ALWAYS,
     **changes: Any,
-) -> tuple[Run, dict[str, float]]:
-    """Serve a request for each name; return what it gave, and the engine's counters."""
+) -> Run:
+    """Serve a request for each name; return what they gave."""
     values = {**POLICY, "policy": names[0], "allow": list(names[1:])}
     values |= {"policy_config": options, "events": events}
     jobs = [
-        Job(
-            name,
-            make_prompt(index, lengths[index % len(lengths)]),
-            MAX_TOKENS,
-            arrives=index,
-            extra_args={"kv_policy": name},
-        )
-        for index, name in enumerate(names)
+        replace(job, arrives=index)
+        for index, job in enumerate(one_job_each(names, LENGTHS, MAX_TOKENS, 0))
     ]
     changes = {"max_num_batched_tokens": 160, "max_model_len": 512, **changes}
-    trace = folder / f"trace-{ranks}"
-    with Engine(
-        model,
-        values,
-        trace,
-        num_blocks,
-        foresees,
-        tensor_parallel_size=ranks,
-        **changes,
-    ) as engine:
-        run = engine.run(jobs)
-        engine.tell_worker_of_the_last_finish()
-        assert engine.num_free == engine.num_usable, "superblocks are lost"
-        return run, engine.counters()
+    changes |= {"tensor_parallel_size": ranks, "foresees": foresees}
+    return serve(model, values, jobs, folder / f"trace-{ranks}", num_blocks, **changes)
 
 
 def compare(one: Run, two: Run) -> Comparison:
@@ -176,6 +165,13 @@ def break_events(worker: Any) -> None:
 
     if worker.rank:
         requests.update = fails
+
+
+def check_ranks(engine: Engine) -> None:
+    """Check that ranks have seen the same events, and have forgotten all requests."""
+    first, *others = engine.core.model_executor.collective_rpc(fingerprint)
+    assert all(other == first for other in others) and not first[2], "ranks part"
+    assert first[0] == engine.counters()["events"]
 
 
 def fingerprint(worker: Any) -> tuple[int, str, int]:

@@ -13,22 +13,7 @@ from contextlib import AbstractContextManager
 
 from aiohttp import web
 
-from support.servers.running_server import serve_handlers
-
-METRICS = """\
-# TYPE kvpolicy_events counter
-kvpolicy_events_total{{engine="0"}} {requests}
-# TYPE kvpolicy_steps counter
-kvpolicy_steps_total{{engine="0"}} {steps}
-# TYPE kvpolicy_request_steps counter
-kvpolicy_request_steps_total{{engine="0"}} {request_steps}
-# TYPE kvpolicy_block_steps counter
-kvpolicy_block_steps_total{{engine="0"}} {block_steps}
-# TYPE kvpolicy_requests counter
-kvpolicy_requests_total{{engine="0"}} {requests}
-# TYPE kvpolicy_peak_blocks counter
-kvpolicy_peak_blocks_total{{engine="0"}} {peak_blocks}
-"""
+from support.servers.running_server import counters_text, serve_handlers
 
 
 class ChatServer:
@@ -112,14 +97,10 @@ class ChatServer:
         Each request holds three blocks, four at its longest.
         """
         count = len(self.bodies)
-        text = METRICS.format(
-            requests=count,
-            steps=5 * count,
-            request_steps=10 * count,
-            block_steps=30 * count,
-            peak_blocks=4 * count,
-        )
-        text += f"kvpolicy_floor_tokens {self.floor}\n"
+        each = {"events": 1, "requests": 1, "steps": 5}
+        each |= {"request_steps": 10, "block_steps": 30, "peak_blocks": 4}
+        counters = {f"kvpolicy_{name}": own * count for name, own in each.items()}
+        text = counters_text(counters) + f"kvpolicy_floor_tokens {self.floor}\n"
         return web.Response(text=text if self.has_policies else "")
 
 

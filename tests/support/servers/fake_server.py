@@ -7,13 +7,13 @@ from os.path import commonprefix
 
 from aiohttp import web
 
-from support.servers.running_server import serve_handlers
+from support.servers.running_server import counters_text, serve_handlers
 
 MAX_TOKENS = 1000
 METRICS = """\
 # TYPE vllm:iteration_tokens_total histogram
-vllm:iteration_tokens_total_bucket{{engine="0",le="1.0"}} {steps}
-vllm:iteration_tokens_total_count{{engine="0"}} {steps}
+vllm:iteration_tokens_total_bucket{{engine="0",le="1.0"}} {tokens}
+vllm:iteration_tokens_total_count{{engine="0"}} {tokens}
 vllm:iteration_tokens_total_sum{{engine="0"}} {tokens}
 # TYPE vllm:request_success counter
 vllm:request_success_total{{engine="0",finished_reason="stop"}} 0.0
@@ -23,18 +23,6 @@ vllm:num_preemptions_total{{engine="0"}} 0.0
 vllm:num_preemptions_created{{engine="0"}} 1.7e+09
 # TYPE vllm:cache_config_info gauge
 vllm:cache_config_info{{block_size="32",num_gpu_blocks="20"}} 1.0
-# TYPE vllm:prefix_cache_queries counter
-vllm:prefix_cache_queries_total{{engine="0"}} {queried}
-# TYPE vllm:prefix_cache_hits counter
-vllm:prefix_cache_hits_total{{engine="0"}} {hit}
-# TYPE kvpolicy_events counter
-kvpolicy_events_total{{engine="0"}} {finished}
-# TYPE kvpolicy_blocks_returned counter
-kvpolicy_blocks_returned_total{{engine="0"}} {finished}
-# TYPE kvpolicy_tokens_kept counter
-kvpolicy_tokens_kept_total{{engine="0"}} {kept}
-# TYPE kvpolicy_tokens_dropped counter
-kvpolicy_tokens_dropped_total{{engine="0"}} {finished}
 """
 
 
@@ -99,15 +87,16 @@ class FakeServer:
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Return Prometheus text."""
-        text = METRICS.format(
-            steps=self.tokens,
-            tokens=self.tokens,
-            finished=self.finished,
-            kept=3 * self.finished,
-            queried=self.queried,
-            hit=self.hit,
-        )
-        return web.Response(text=text)
+        text = METRICS.format(tokens=self.tokens, finished=self.finished)
+        counters = {
+            "vllm:prefix_cache_queries": self.queried,
+            "vllm:prefix_cache_hits": self.hit,
+            "kvpolicy_events": self.finished,
+            "kvpolicy_blocks_returned": self.finished,
+            "kvpolicy_tokens_kept": 3 * self.finished,
+            "kvpolicy_tokens_dropped": self.finished,
+        }
+        return web.Response(text=text + counters_text(counters))
 
 
 def serve(fake: FakeServer) -> AbstractContextManager[str]:

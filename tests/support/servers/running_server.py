@@ -10,6 +10,14 @@ from aiohttp import web
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def counters_text(counters: Mapping[str, float]) -> str:
+    """Return counters of one engine as Prometheus text."""
+    return "".join(
+        f'# TYPE {name} counter\n{name}_total{{engine="0"}} {value}\n'
+        for name, value in counters.items()
+    )
+
+
 @contextmanager
 def serve_handlers(
     path: str,
@@ -17,14 +25,7 @@ def serve_handlers(
     metrics: Handler,
     more: Mapping[str, Handler] | None = None,
 ) -> Iterator[str]:
-    """Yield the root URL of a server with POST `path` and GET /metrics.
-
-    Args:
-        path: of requests.
-        answer: handles them.
-        metrics: handles /metrics.
-        more: handlers of further paths to GET.
-    """
+    """Yield the root URL of a server with POST `path` and GET /metrics."""
     loop = asyncio.new_event_loop()
     application = web.Application()
     application.router.add_post(path, answer)

@@ -33,7 +33,6 @@ def serving(
     """Run a server; the test fails with its log where it does not come up.
 
     Args:
-        model: model folder.
         arguments: of `vllm serve`, beside model and port.
         folder: for the log; new servers need new folders.
         port: to listen on; None for one that nobody listens on.
@@ -61,9 +60,6 @@ def started(
     those of the live page have to be gone at the end, as have all its processes.
 
     Args:
-        model: see `serving`.
-        arguments: see `serving`.
-        folder: see `serving`.
         shared: a folder with a short name for the temporary files of several servers;
             then it is the test that looks at what is left.
     """
