@@ -106,8 +106,8 @@ def test_the_real_scheduler_runs_as_many_at_once(
         scheduler.add_request(request(str(number), prompt, 500))
     waiting, preempted = run(scheduler, 1500)
     scheduler.shutdown()
-    # The request too many waits until the others end.
-    assert (waiting > 10, preempted) == (bool(extra), 0)
+    # The request too many waits until the others end, or is preempted when it is cheap.
+    assert (waiting > 10 or preempted > 0) == bool(extra)
     assert count > usable // 13
 
 

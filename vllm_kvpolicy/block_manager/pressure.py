@@ -11,7 +11,7 @@ unless all are at their floors.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate
@@ -149,7 +149,7 @@ class Pressure:
         levels: np.ndarray,
         floor: float,
         soon: int,
-        leaving: Container[str] = (),
+        leaving: Collection[str] = (),
     ) -> bool:
         """Return whether calls can make room for one more request, see `is_worth`.
 

@@ -135,7 +135,7 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
             if len(lives) > 1:
                 levels = np.resize(levels, longest)  # repeats them
             entering = np.maximum(levels, lives[which].prompt_peak)
-            if forecast.peak(entering) > num_usable:
+            if forecast.beside(entering).max() > num_usable:
                 return False
             forecast.book(str(index), levels, None)
         return True
