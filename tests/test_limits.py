@@ -223,7 +223,7 @@ def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
         f"{16 * WHOLE} blocks"
     )
     high = capacity_line(ENGINE, config.with_budget(8192), 16 * 200 + 1)
-    assert high.endswith("others wait: a lower --kv-budget, or `auto`, lets more run")
+    assert high.endswith("or wait: a lower --kv-budget, or `auto`, helps")
     chosen = capacity_line(ENGINE, AUTO.with_budget(5824), 16 * 200 + 1)
     assert "none below 5824 tokens per KV head (auto);" in chosen
     assert "and 16 at their floors" in chosen

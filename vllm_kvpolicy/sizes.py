@@ -346,7 +346,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     if config.events == PRESSURE:
         most = vllm_config.scheduler_config.max_num_seqs
         is_high = fit < most and not config.is_auto
-        advice = "; others wait: a lower --kv-budget, or `auto`, lets more run"
+        advice = "; others are preempted or wait: a lower --kv-budget, or `auto`, helps"
         return (
             f"KV policy {config.policy}: events when the pool runs short, none below "
             f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}; "

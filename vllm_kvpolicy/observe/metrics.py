@@ -122,8 +122,8 @@ SERIES = (
     ),
     Series(
         "preemptions_bounded",
-        "Preemptions while all running requests had a bound: answers got longer than "
-        "expected.",
+        "Preemptions while all running requests had a bound: their floors did not fit "
+        "together, or answers got longer than expected.",
     ),
     Series("preemptions_unbounded", "Preemptions while a request without a bound ran."),
     _gauge(
