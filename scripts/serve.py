@@ -37,6 +37,11 @@ OWN_EVENTS = (
     *("--kv-events", "--kv-policy-config", "--kv-recent", "--kv-sinks"),
     *("--additional-config", "--config"),
 )
+# By the first word of a policy: a key, and the file that the packaged model has for it.
+GATES = {
+    "wgkv": ("wgkv_gates", "reasoner/gates/wgkv-0.16.safetensors"),
+    "dms": ("dms_adapter", "reasoner/gates/dms-4.safetensors"),
+}
 THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 
 HOW_TO_CALL = """
@@ -52,7 +57,7 @@ Ready: {url}   model {name}, {policy}
       messages=[{{"role": "user", "content": "{prompt}"}}])
   print(answer.choices[0].message.content)
 
-Counters: curl -s {root}/metrics | grep kvpolicy_       Stop: Ctrl-C
+Counters: curl -s {root}/metrics | grep {series}       Stop: Ctrl-C
 """
 
 
@@ -146,6 +151,16 @@ def choose_budget(options: argparse.Namespace) -> None:
     with suppress(ValueError):  # no such policy, or one that keeps all or prompts
         KVPolicyConfig.from_dict({**values, "budget": "auto"})
         options.budget = "auto"
+
+
+def choose_gates(options: argparse.Namespace) -> None:
+    """Give the packaged model its own gates, unless ARGS say otherwise."""
+    given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
+    word = options.policy.partition("+")[0]
+    is_ours = options.model == PACKAGED_MODEL and word in GATES
+    if is_ours and not given & {"--kv-policy-config", "--additional-config"}:
+        key, path = GATES[word]
+        options.extra += ["--kv-policy-config", json.dumps({key: path})]
 
 
 def check_policy(options: argparse.Namespace, device: str) -> None:
@@ -322,6 +337,7 @@ def how_to_call(options: argparse.Namespace, root: str) -> str:
         url=f"{root}/v1",
         name=options.name,
         policy=policy,
+        series="kvpolicy_" if has_policy(options) else "vllm:",
         prompt=example_prompt(options.model),
     )
     is_live = "--kv-live" in (word.replace("_", "-") for word in options.extra)
@@ -400,6 +416,7 @@ def main() -> int:
         check_model(options.model, options.extra)
         device = choose_lock()
         choose_budget(options)
+        choose_gates(options)
         if has_policy(options):
             check_policy(options, device)
         choose_dtype(options, device)

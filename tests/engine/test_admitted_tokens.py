@@ -62,7 +62,7 @@ SERVERS: dict[str, tuple[tuple[str, ...], dict[str, Any], int]] = {
         60,
     ),
     # Events of those with an eviction are called for, beside others without a bound.
-    "called": (("dms+ams-tova", "dms+snapkv", "dms"), {}, 40),
+    "called": (("dms+ams-tova", "dms+snapkv", "dms"), {}, 30),
 }
 CALLED = {"called": {"events": PRESSURE, "foresees": True}}
 LEAST_DROPPED = {"called": 200}  # no more than what has to be

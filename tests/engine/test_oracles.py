@@ -119,7 +119,7 @@ SCENARIOS = {
     "neighbours": replace(
         SHORT,
         names=("snapkv", "none", "ams-tova"),
-        engine={**SHORT.engine, "num_blocks": 48},
+        engine={**SHORT.engine, "num_blocks": 44},
     ),
 }
 CALLED = [name for name, case in SCENARIOS.items() if "events" in case.policy]

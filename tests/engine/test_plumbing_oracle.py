@@ -46,9 +46,9 @@ ALL = covering(evictions())
 # With `always` requests preempt each other.
 POOLS: dict[str, dict[str, Any]] = {
     ALWAYS: {"num_blocks": 60, "foresees": False},
-    PRESSURE: {"num_blocks": 120},
+    PRESSURE: {"num_blocks": 130},
     "fp8": {"num_blocks": 1500, "kv_cache_dtype": "fp8"},
-    "fp8_e5m2": {"num_blocks": 120, "kv_cache_dtype": "fp8_e5m2"},
+    "fp8_e5m2": {"num_blocks": 130, "kv_cache_dtype": "fp8_e5m2"},
 }
 CALLED = PRESSURE, "fp8_e5m2"
 CASES = [

@@ -53,6 +53,32 @@ def test_the_pool_decides_about_the_budget_unless_something_else_is_said(
     assert ("--kv-budget 384" in command(*arguments)) == ("384" in arguments)
 
 
+GATES = "reasoner/gates/wgkv-0.16.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "has_gates"),
+    [
+        (["--policy", "wgkv"], True),
+        (["--policy", "wgkv+snapkv"], True),
+        (["--policy", "wgkv", "--model", "another"], False),
+        (["--policy", "wgkv", "--", "--kv-policy-config={}"], False),
+        (["--policy", "ams-tova"], False),
+    ],
+)
+def test_the_packaged_model_has_gates_of_its_own(arguments, has_gates):
+    options = serve.parse(arguments)
+    serve.choose_gates(options)
+    assert (GATES in " ".join(options.extra)) == has_gates
+
+
+@pytest.mark.parametrize("policy", serve.GATES)
+def test_gates_of_the_packaged_model_are_there(policy):
+    options = serve.parse(["--policy", policy])
+    serve.choose_gates(options)
+    serve.check_policy(options, "cpu")
+
+
 @pytest.mark.parametrize("is_emulated", [True, False])
 @pytest.mark.parametrize(
     ("model", "device", "extra", "chosen"),

@@ -145,6 +145,8 @@ def bind(ours, declared):
         del words[0]
     found = next((kind for kind in BINDINGS.values() if isinstance(ours, kind)), object)
     function = getattr(ours, "fget", getattr(ours, "__func__", ours))
+    if (found, binding) == (classmethod, staticmethod):  # both are called by the class
+        found, words = binding, ["cls", *words]
     if found is not binding:
         raise TypeError(f"{ours} is bound as {found.__name__}, not {binding.__name__}")
     if inspect.iscoroutinefunction(function) is not ("async" in declared.split()):

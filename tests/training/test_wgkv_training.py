@@ -236,7 +236,7 @@ def test_the_command_writes_gates_and_their_figures(
     assert [run["sparsity_weight"] for run in content["runs"]] == [0.1, 20]
     for run in content["runs"]:
         gates = load(output / run["file"])
-        gates.check_model("qwen3", 2, 2, 32, 1e4)
+        gates.check_model("qwen3", 1e4, num_layers=2, num_kv_heads=2, head_dim=32)
         assert (gates.window, gates.sinks, gates.threshold) == (8, 2, 0.1)
         assert gates.sparsity_weight == run["sparsity_weight"]
         assert gates.kept_fraction == run["kept_fraction"]

@@ -24,6 +24,7 @@ everything) follow vLLM's rule; what they hold now counts as if they held it for
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from vllm.utils.math_utils import cdiv
@@ -157,10 +158,7 @@ class Entry:
     # What each request misses until its next event or end, and how many tokens that
     # takes; and in which step, after how many events, with how many free superblocks
     # and without whom that was counted.
-    _ways: tuple[tuple[int, int, int, frozenset[str]], list[tuple[int, int]]] = (
-        (-1, 0, 0, NOBODY),
-        [],
-    )
+    _ways: tuple[tuple[Any, ...], list[tuple[int, int]]] = (), []
 
     def __post_init__(self) -> None:
         self.lengths.unfinished = self._unfinished
@@ -371,9 +369,7 @@ class Entry:
     def _fits(
         self, request: Request, levels: np.ndarray, leaving: frozenset[str]
     ) -> bool:
-        """Return whether the pool bears one more request, now and while it runs.
-
-        Or long enough to be worth it, see `is_worth`.
+        """Return whether the pool bears one more request, see `is_worth`.
 
         Args:
             leaving: requests that find no room beside it, where there is none.
@@ -394,9 +390,8 @@ class Entry:
 
     def _is_alone(self, leaving: frozenset[str]) -> bool:
         """Return whether nobody else holds anything when these have left."""
-        if not self.forecast.bookings.keys() <= leaving:
-            return False
-        return not self.manager.num_staying(leaving)
+        is_last = self.forecast.bookings.keys() <= leaving
+        return is_last and not self.manager.num_staying(leaving)
 
     def _soon(self, state: RequestState, levels: np.ndarray) -> int:
         """Return what a request holds until an event that is called now has passed."""
@@ -518,8 +513,8 @@ class Entry:
     def _is_dear(self, victim: Request) -> bool:
         """Return whether to wait costs more tokens than to preempt the victim.
 
-        Until somebody gives superblocks back, those who wait compute nothing. A victim
-        that is never cut makes no room by waiting either: vLLM's rule.
+        Until somebody gives superblocks back, those who wait compute nothing. Those who
+        have been cut soon are again; a victim that has not been may take long.
         """
         steps = self._steps_to_release(self._num_free)
         if steps == NO_STEP or victim.request_id not in self.forecast.bookings:
