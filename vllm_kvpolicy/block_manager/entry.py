@@ -151,8 +151,7 @@ class Entry:
     _entered: list[str] = field(default_factory=list)
     # Requests that have sat a step out and are behind their bookings.
     _stopped: list[str] = field(default_factory=list)
-    # Tokens that have not been computed because nobody was preempted; and those of this
-    # step.
+    # Tokens not computed because nobody was preempted, before this step and in it.
     _num_lost: int = 0
     _num_waiting: int = 0
     # What each request misses until its next event or end, and how many tokens that
@@ -177,7 +176,6 @@ class Entry:
             late_steps=self.late_steps,
             notice=max(self.window_tokens, self.num_drafts),
             by_priority=self.by_priority,
-            is_on=self.calls_events,
         )
 
     @property
@@ -330,7 +328,7 @@ class Entry:
         offset: int | None,
     ) -> None:
         self.forecast.book(request_id, levels, offset)
-        if self.pressure.is_on:
+        if self.calls_events:
             self.pressure.book(request_id, state, levels, offset)
 
     def leave(self, request: Request) -> None:
@@ -379,9 +377,9 @@ class Entry:
             return True
         room = usable - self._unforeseen(staying, leaving)
         held = self.forecast.beside(levels, leaving)
-        if not self.pressure.is_on and not is_worth(held, room, request.num_tokens):
+        if not self.calls_events and not is_worth(held, room, request.num_tokens):
             return False
-        if self.pressure.is_on and held.max() > room:
+        if self.calls_events and held.max() > room:
             lead = self.pressure.lead
             reserve = int(self.pressure.reserve(lead).max())
             return int(held[: lead + 1].max()) + reserve <= room
@@ -468,8 +466,8 @@ class Entry:
         if self._sliding.count:
             beside = self.manager.sliding.held(request.request_id)
             levels += window_levels(self._sliding, positions, beside)
-        late = np.full(self.late_steps, levels[-1])
-        return np.concatenate([levels, late]), end - self.forecast.step - 1
+        levels = np.pad(levels, (0, self.late_steps), "edge")
+        return levels, end - self.forecast.step - 1
 
     # -- who may go on ------------------------------------------------------------
 
@@ -506,7 +504,7 @@ class Entry:
             return num_new
         self.num_waits += 1
         self._num_waiting += 1
-        if self.pressure.is_on:
+        if self.calls_events:
             self._stopped.append(request_id)
         return 0
 
@@ -519,7 +517,7 @@ class Entry:
         steps = self._steps_to_release(self._num_free)
         if steps == NO_STEP or victim.request_id not in self.forecast.bookings:
             return True
-        foreseen = self.pressure.at_floors if self.pressure.is_on else self.forecast
+        foreseen = self.pressure.at_floors if self.calls_events else self.forecast
         price = PRICE * victim.num_computed_tokens
         if foreseen.most() <= self.manager.num_usable:  # so waiting should not last
             return self._num_lost >= price + PATIENCE

@@ -56,7 +56,6 @@ class Pressure:
         late_steps: by which what is scheduled may be ahead of what has been computed.
         notice: most tokens from a call to its event: queries to read, or drafts.
         by_priority: less urgent requests are cut first.
-        is_on: there are requests whose events are called for.
 
     Attributes:
         level: tokens per KV head to which the last calls have cut; None before any.
@@ -76,7 +75,6 @@ class Pressure:
     late_steps: int
     notice: int
     by_priority: bool = False
-    is_on: bool = False
     level: int | None = None
     num_calls: Counter[str] = field(default_factory=Counter)
     # What all hold that are cut to their floors as often as they may be.
