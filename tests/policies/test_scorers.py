@@ -13,6 +13,7 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
 from vllm_kvpolicy.policies.names import SCORERS
+from vllm_kvpolicy.policies.scorers.expected import turn_ahead
 from vllm_kvpolicy.policies.scorers.h2o import H2OScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
@@ -136,6 +137,32 @@ def test_rpc(window: int, kernel: int, sinks: int) -> None:
 def leading(inputs: EventInputs, e: int, layer: int, head: int) -> int:
     must = inputs.must_keep[e, layer, head].tolist()
     return must.index(False) if False in must else len(must)
+
+
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_turning_ahead_is_the_mean_of_turns(count: int) -> None:
+    """Seven queries before `count` positions, each turned to each."""
+    rope = Rope.from_theta(1e4, SIZE)
+    cos, sin = turn_ahead(rope, 7, count, torch.device("cpu"))
+    ahead = torch.arange(7, 0, -1)[:, None] + torch.arange(count)
+    angle = ahead[..., None] * rope.inv_freq.flatten()
+    want = angle.cos().mean(1), angle.sin().mean(1)
+    torch.testing.assert_close(cos[0], want[0].repeat(1, 2).float())
+    torch.testing.assert_close(sin[0], torch.cat([-want[1], want[1]], -1).float())
+
+
+def test_epsilon_counts_as_attention() -> None:
+    """Of a token whose values are twice as long it adds twice as much."""
+    scores = []
+    for epsilon in (0.0, 0.05):
+        scorer = SCORERS["expected"].build({"expected_window": 7, "epsilon": epsilon})
+        inputs = make_inputs(scorer)
+        scores.append(score(scorer, inputs))
+    held = torch.arange(WIDTH) < inputs.lengths[..., None]
+    measured = held & ~inputs.must_keep
+    norms = inputs.values.norm(dim=-1)[measured]
+    more = (scores[1] - scores[0])[measured]
+    torch.testing.assert_close(more, 0.05 * norms, rtol=1e-4, atol=1e-6)
 
 
 def test_expected_attention_ignores_queries_before_the_first_token() -> None:

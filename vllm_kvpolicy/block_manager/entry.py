@@ -12,9 +12,9 @@ bounded requests will hold is known, so that both can be foreseen:
 Where events are called for (`pressure`), one enters when there is room beside the
 floors of all, as soon as calls have made it.
 
-Where all that wait do not fit, one enters that will be preempted, too, if it computes
-more until then than to compute it again costs. Where all fit, answers have known
-lengths, and vLLM does not speculate, nobody is preempted. Where it does, a request
+One that does not fit to its end enters as well if it computes more until the pool is
+full than it costs to compute it again: vLLM preempts then. Where all fit, answers have
+known lengths, and vLLM does not speculate, nobody is preempted. Where it does, a request
 takes superblocks for drafts, and how fast it advances is not known: it is expected to
 hold the most of the next superblock of tokens, and booked anew when it has left its
 booking behind. Requests without a bound (`kv_policy` "none", and policies that may keep
@@ -22,15 +22,15 @@ everything) follow vLLM's rule; what they hold now counts as if they held it for
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
+from vllm_kvpolicy.block_manager.claim import Claim
 from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
     PRICE,
@@ -48,62 +48,8 @@ from vllm_kvpolicy.block_manager.pressure import Pressure
 from vllm_kvpolicy.events import NO_STEP
 from vllm_kvpolicy.sizes import SlidingGroups
 
-
-@dataclass
-class Claim:
-    """The claim of the first waiting request on superblocks of less urgent ones.
-
-    vLLM preempts for the sake of requests that run, not of those that wait. So what a
-    waiting one takes counts as taken in the turns of less urgent requests: these take
-    no more, and vLLM preempts the last of them until as much is free.
-
-    Args:
-        watermark: superblocks that vLLM wants to be free behind one that enters.
-        request: who claims; None for nobody.
-        num_blocks: how many have to be free for it to enter.
-    """
-
-    manager: KVPolicyManager
-    watermark: int = 0
-    request: Request | None = None
-    num_blocks: int = 0
-
-    def make(self, request: Request, num_shared: int, leaving: frozenset[str]) -> None:
-        """Claim what a request takes to enter, if that comes back at all.
-
-        vLLM waives the watermark where nobody else runs.
-
-        Args:
-            num_shared: superblocks of its cached prefix that others go on holding.
-        """
-        manager, known = self.manager, request.num_tokens
-        needed = manager.planner.peak_blocks(request.request_id, known, num_shared)
-        if needed is None:
-            needed = cdiv(known, manager.block_size) - num_shared
-        needed += manager.sliding.sizes.most_blocks(known)
-        staying = manager.num_staying(leaving)
-        room = manager.num_usable - staying
-        wanted = needed + self.watermark
-        if not staying:
-            wanted = max(needed, min(wanted, room))
-        if wanted <= room:
-            self.request, self.num_blocks = request, wanted
-
-    def drop(self) -> None:
-        self.request, self.num_blocks = None, 0
-
-    def drop_of(self, request_ids: Container[str]) -> None:
-        """Claim nothing for requests that have entered or are gone."""
-        if self.request is not None and self.request.request_id in request_ids:
-            self.drop()
-
-    def take_turn(self, request: Request) -> None:
-        """Note whose turn it is, and so what is left free in it."""
-        yields = self.request is not None and request.priority > self.request.priority
-        self.manager.claimed = self.num_blocks if yields else 0
-
-
-PATIENCE = 512  # tokens lost by waiting where all that run should fit
+PATIENCE = 512  # tokens lost by waiting beside a price where all that run should fit
+MOST_WAITS = 128  # steps in a row that a request sits out for newer ones
 NOBODY: frozenset[str] = frozenset()
 
 
@@ -154,7 +100,9 @@ class Entry:
     # Tokens not computed because nobody was preempted, before this step and in it.
     _num_lost: int = 0
     _num_waiting: int = 0
-    # What each request misses until its next event or end, and how many tokens that
+    # By request, how many steps in a row it has sat out.
+    _waits: dict[str, int] = field(default_factory=dict)
+    # What each request misses until its next event or end, and how many steps that
     # takes; and in which step, after how many events, with how many free superblocks
     # and without whom that was counted.
     _ways: tuple[tuple[Any, ...], list[tuple[int, int]]] = (), []
@@ -359,7 +307,7 @@ class Entry:
     def _forget(self, request_id: str) -> None:
         self.forecast.cancel(request_id)
         self.pressure.leaves(request_id)
-        for known in (self._shared, self._last, self._running):
+        for known in (self._shared, self._last, self._running, self._waits):
             known.pop(request_id, None)
 
     # -- who may enter ------------------------------------------------------------
@@ -453,7 +401,9 @@ class Entry:
             if course is not None:
                 peak = course_peak(footprint, course, known)
             coming = held_levels(footprint, known, min(last, known + HORIZON), course)
-            num_steps = -(-(known - computed) // self.step_tokens) + 1
+            num_steps = -(
+                -(known - computed) // (self.chunk_tokens or self.step_tokens)
+            )
             levels = np.concatenate([np.full(num_steps, peak), coming])
             levels = np.maximum.accumulate(levels) + self._sliding.most_blocks(last)
             return levels, None
@@ -493,6 +443,7 @@ class Entry:
         if request_id not in self.forecast.bookings or self._num_free < 0:
             return num_new
         if self._may_take(request_id, computed + num_new):
+            self._waits.pop(request_id, None)
             return num_new
         victim = find_victim()
         if self.by_priority and victim.priority > request.priority:
@@ -500,8 +451,11 @@ class Entry:
         fitting = self._fitting(request_id, computed, num_new)
         if fitting < num_new and self._may_take(request_id, computed + fitting):
             return fitting
-        if self._is_dear(victim):
+        waited = self._waits.get(request_id, 0)
+        is_late = waited >= MOST_WAITS and victim is not request
+        if is_late or self._is_dear(victim):
             return num_new
+        self._waits[request_id] = waited + 1
         self.num_waits += 1
         self._num_waiting += 1
         if self.calls_events:
@@ -511,18 +465,24 @@ class Entry:
     def _is_dear(self, victim: Request) -> bool:
         """Return whether to wait costs more tokens than to preempt the victim.
 
-        Until somebody gives superblocks back, those who wait compute nothing. Those who
-        have been cut soon are again; a victim that has not been may take long.
+        Until somebody gives superblocks back, those who wait compute nothing. Who has
+        had events soon has one more; others may take until their ends.
         """
         steps = self._steps_to_release(self._num_free)
-        if steps == NO_STEP or victim.request_id not in self.forecast.bookings:
+        if steps == NO_STEP:
             return True
+        price, state = (
+            PRICE * victim.num_computed_tokens,
+            self._bounded(victim.request_id),
+        )
         foreseen = self.pressure.at_floors if self.calls_events else self.forecast
-        price = PRICE * victim.num_computed_tokens
-        if foreseen.most() <= self.manager.num_usable:  # so waiting should not last
+        room = self.manager.num_usable - self._unforeseen(
+            self.manager.num_taken, NOBODY
+        )
+        if state is not None and foreseen.most() <= room:  # waiting should not last
             return self._num_lost >= price + PATIENCE
-        is_cut = self.planner.states[victim.request_id].ordinal > 0
-        lost = self._num_waiting if is_cut else steps * (self._num_waiting + 1)
+        had_events = state is not None and state.ordinal > 0
+        lost = self._num_waiting if had_events else steps * (self._num_waiting + 1)
         return self._num_lost + lost >= price
 
     @property
@@ -567,7 +527,7 @@ class Entry:
         )
 
     def _way(self, request_id: str) -> tuple[int, int]:
-        """Return the superblocks and tokens of a request until its next event or end.
+        """Return a request's superblocks, and steps, until its next event or end.
 
         Its first event takes superblocks in place of those that others hold, too.
         """
@@ -588,7 +548,13 @@ class Entry:
         if end < last and state.is_uncalled:
             missing += state.footprint.window_blocks
             missing = min(missing, manager.num_needed(request_id, last, step))
-        return missing, max(end - state.computed, 0)
+        tokens, computed = (
+            end - request.num_computed_tokens,
+            request.num_computed_tokens,
+        )
+        in_prompt = max(min(known, end) - computed, 0)
+        in_steps = -(-in_prompt // self.step_tokens) - in_prompt
+        return missing, max(tokens + in_steps, 0)
 
     def is_bounded(self, request_id: str) -> bool:
         """Return whether it is known what a request will hold."""

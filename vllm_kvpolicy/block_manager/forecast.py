@@ -140,7 +140,7 @@ class Booking:
 
     Args:
         start: number of the first step.
-        levels: [S] int64, superblocks in each step from there.
+        levels: [S], superblocks in each step from there.
         offset: position of the token that step s computes, less s; None while the
             request computes its prompt and the levels are bounds.
     """
@@ -193,7 +193,7 @@ class Forecast:
         return load
 
     def ahead(self, last: int) -> np.ndarray:
-        """Return [last + 1] int64, or less: what is booked for the steps from here."""
+        """Return [last + 1], or less: what is booked for the steps from here."""
         start = self.step - self._first
         return self._load[start : start + last + 1]
 
@@ -232,14 +232,13 @@ class Forecast:
         self._load[: len(coming)] = coming
 
 
-def is_worth(held: np.ndarray, room: int, known: int) -> bool:
+def is_worth(held: np.ndarray, room: float, known: int) -> bool:
     """Return whether a request that enters fits, or gets far enough to be worth it.
 
-    When the pool is full it is preempted, as vLLM preempts the newest first, and
-    computes its tokens again.
+    When the pool is full vLLM preempts, and all that it has by then is computed again.
 
     >>> held = np.array([8, 9, 9, 10, 11])
-    >>> is_worth(held, room=10, known=8), is_worth(held, room=10, known=9)
+    >>> is_worth(held, room=10, known=4), is_worth(held, room=10, known=5)
     (True, False)
 
     Args:
@@ -247,8 +246,9 @@ def is_worth(held: np.ndarray, room: int, known: int) -> bool:
         room: superblocks of the pool.
         known: its tokens when it enters.
     """
-    is_short = held > room
-    return not is_short.any() or int(is_short.argmax()) >= PRICE * known
+    is_short = held > room + 1e-6  # what is added and taken off leaves a rest
+    steps = int(is_short.argmax())
+    return not is_short.any() or steps >= PRICE * (known + steps)
 
 
 @lru_cache(maxsize=1)  # the next request that waits asks the same in every step

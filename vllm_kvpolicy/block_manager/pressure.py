@@ -20,7 +20,12 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.forecast import Forecast, course_peak, is_worth
+from vllm_kvpolicy.block_manager.forecast import (
+    HORIZON,
+    Forecast,
+    course_peak,
+    is_worth,
+)
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
 from vllm_kvpolicy.events import NO_STEP, after_event
@@ -121,13 +126,14 @@ class Pressure:
             found[: max(steps, 0)] -= self._called[request_id]
         return found.clip(0)
 
-    def floor(self, state: RequestState, last: int) -> float:
+    def floor(self, state: RequestState, last: int, in_prompt: bool = True) -> float:
         """Return what a request holds that is cut to its floor as often as it may be.
 
         On the average, as others are cut at other times.
 
         Args:
             last: how many of its tokens will be computed.
+            in_prompt: it has yet to compute tokens of its prompt.
         """
         footprint, sizes = state.footprint, self.manager.sliding.sizes
         beside = sizes.most_blocks(last, 1)
@@ -137,7 +143,7 @@ class Pressure:
         share = footprint.window_tokens / state.spacing  # of the time one is open
         held = held_at_floor(*at, footprint.block_size)
         mean = held + share * footprint.window_blocks
-        if state.folds is not None and state.computed < state.folds[1]:
+        if state.folds is not None and in_prompt:
             mean = max(mean, course_peak(footprint, state.course(), state.folds[1]))
         return mean + beside
 
@@ -176,7 +182,8 @@ class Pressure:
         """
         known, footprint = self.at_floors.bookings.get(request_id), state.footprint
         if known is None or known.offset is None:  # it enters, or begins its answer
-            self._floors[request_id] = self.floor(state, self.last[request_id])
+            last, in_prompt = self.last[request_id], offset is None
+            self._floors[request_id] = self.floor(state, last, in_prompt)
             if footprint.window_blocks:
                 share = footprint.window_tokens / footprint.events.interval
                 self._windows[request_id] = share, footprint.window_blocks
@@ -259,35 +266,41 @@ class Pressure:
         They enter one after the other, as far as there is room beside all floors, each
         when the prompts of those before it have been computed.
         """
-        coming, tokens = np.zeros(self.lead + 1, np.int64), 0
+        lead, size, sizes = (
+            self.lead,
+            self.manager.block_size,
+            self.manager.sliding.sizes,
+        )
+        coming, tokens = np.zeros(lead + 1, np.int64), 0
+        room = self.manager.num_usable - self.unforeseen()
         held = np.zeros(0)  # by those before it, at their floors
         seen: set[Any] = set()
         for request in waiting:
             state = self.planner.states.get(request.request_id)
             start = tokens // self.step_tokens
-            if start > self.lead:
+            if start > lead:
                 break
-            known, last = request.num_tokens, self.expected(request)
-            size, beside = self.manager.block_size, self.manager.sliding.sizes
-            levels = -(-np.arange(known, last + 1) // size) + beside.most_blocks(known)
+            known = request.num_tokens
+            last = min(self.expected(request), known + HORIZON)
+            levels = -(-np.arange(known, last + 1) // size) + sizes.most_blocks(known)
             num_blocks = int(levels[0])
             floor = float(levels[-1])  # without a bound
             if state is not None and state.plan.is_called:
                 floor = self.floor(state, last)
-            levels = np.minimum(levels, floor)
-            longest = max(len(held), len(levels))
-            both = np.pad(held, (0, longest - len(held)))
-            both[: len(levels)] += levels
+            more = np.minimum(levels, floor)
+            short, both = sorted((held, more), key=len)
+            both = both.copy()
+            both[: len(short)] += short
             if demand is not None and demand.request_id == request.request_id:
                 num_blocks = demand.num_blocks
-            elif self.fits(known, both, math.inf, 0):
+            elif is_worth(self.at_floors.beside(both), room, known):
                 if state is None or state.plan.takes_hits:
                     num_blocks -= self._num_cached(request, seen)
             else:
                 break
             held = both
             coming[start:] += num_blocks
-            tokens += request.num_tokens
+            tokens += known
         return coming
 
     def _num_cached(self, request: Request, seen: set[Any]) -> int:

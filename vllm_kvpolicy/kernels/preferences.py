@@ -1,8 +1,9 @@
 """Which implementation each operation runs: one table, and what a user may demand.
 
 On a CPU an operation runs its twin in C++ where it has one and the package was built
-with them, else its PyTorch reference. On a GPU it runs Triton. The environment
-variable KVPOLICY_KERNELS demands one implementation; an operation without a CUDA twin
+with them, else its PyTorch reference. On a GPU it runs Triton, unless committed timings
+of both say that CUDA C++ is faster. The environment variable KVPOLICY_KERNELS demands
+one implementation; an operation without a CUDA twin
 runs Triton where CUDA C++ is demanded, and one without a twin for the CPU its
 reference. A demand that this machine cannot meet is refused at start-up.
 """

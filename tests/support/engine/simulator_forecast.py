@@ -39,6 +39,7 @@ class ForecastCheck:
         admission, manager = self._parts()
         self._check_preempted(output.preempted_req_ids or ())
         self._check_asking(admission)
+        self._check_floors(admission)
         step = admission.forecast.step - 1
         with_event = {event.request_id for event in output.kv_policy_commands.events}
         for name in output.num_scheduled_tokens:
@@ -61,6 +62,20 @@ class ForecastCheck:
             is_exact = held == foreseen
             check(is_exact or self.scenario.windows, name, held, "foreseen", foreseen)
             self.totals["foreseen exactly"] += is_exact
+
+    def _check_floors(self, admission: Any) -> None:
+        """Check that what is booked at floors is no more than what is booked."""
+        if not admission.calls_events:
+            return
+        forecast, at_floors = admission.forecast, admission.pressure.at_floors
+        check(forecast.step == at_floors.step, forecast.step, at_floors.step)
+        check(forecast.bookings.keys() == at_floors.bookings.keys(), "other bookings")
+        for name, booking in forecast.bookings.items():
+            other = at_floors.bookings[name]
+            check(booking.start == other.start, name, booking.start, other.start)
+            check(
+                (other.levels <= booking.levels).all(), name, "holds more at its floor"
+            )
 
     def _check_preempted(self, names: Collection[str]) -> None:
         """Check that the most urgent ones leave for nobody: to the others they do."""
@@ -126,6 +141,10 @@ class ForecastCheck:
         self.totals["calls"] += sum(admission.pressure.num_calls.values())
         check(not admission.forecast.bookings, "booked", admission.forecast.bookings)
         check(not admission._shared and not admission._last, "admission left over")
+        pressure = admission.pressure
+        check(not pressure.at_floors.bookings and not pressure._floors, "floors left")
+        check(not pressure._windows and not admission._waits, "windows or waits left")
+        check(pressure.at_floors.most() < 1e-6, "floors foreseen with nobody there")
         left = admission.forecast.most()
         check(not left, "foreseen with nobody there", left)
 

@@ -19,7 +19,7 @@ from vllm_kvpolicy.policies.words import BaseScorer
 
 
 def cross_head_mean(per_query_head: Tensor, ranks: Ranks) -> Tensor:
-    """Average all query heads of a layer, this rank's [E, L, Hq, T] to [E, L, 1, T]."""
+    """Average a layer's query heads: float32 [E, L, Hq, T] to float32 [E, L, 1, T]."""
     return ranks.mean(per_query_head.mean(2, keepdim=True))
 
 
