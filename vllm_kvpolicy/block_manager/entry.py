@@ -14,10 +14,10 @@ floors of all, as soon as calls have made it.
 
 One that does not fit to its end enters as well if it computes more until the pool is
 full than it costs to compute it again: vLLM preempts then. Where all fit, answers have
-known lengths, and vLLM does not speculate, nobody is preempted. Where it does, a request
-takes superblocks for drafts, and how fast it advances is not known: it is expected to
-hold the most of the next superblock of tokens, and booked anew when it has left its
-booking behind. Requests without a bound (`kv_policy` "none", and policies that may keep
+known lengths, and vLLM does not speculate, nobody is preempted. Where it does, drafts
+take superblocks, and how fast a request advances is not known: it is expected to hold
+the most of the next superblock of tokens, and booked anew when it has left its booking
+behind. Requests without a bound (`kv_policy` "none", and policies that may keep
 everything) follow vLLM's rule; what they hold now counts as if they held it for ever.
 """
 
