@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "vllm_kvpolicy"
 WHOLE_ROOMS = ("api.", "block_manager.")
 UNNAMED = {
     "api.patch_table": "rows that api.patch reads",
+    "block_manager.claim": "keeps room for urgent requests under vLLM's priorities",
     "block_manager.output_lengths": "learns from answers that stop by themselves",
     "block_manager.counting": "adds to counters, the same without a policy",
     "block_manager.pressure": "calls for events where positions are not fixed",
