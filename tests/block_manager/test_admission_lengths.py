@@ -209,7 +209,19 @@ def test_an_answer_is_at_least_as_long_as_its_request_says(
     for _ in range(10):  # their prompts are too dear to be computed again
         engine.add(400, prompt_len=900, least=400)
     engine.finish()
-    assert engine.counted["preemptions_bounded"] == 0
+    assert engine.counted["preemptions_bounded"] == 0 and not engine.sat_out
+
+
+def test_a_prompt_in_several_steps_is_booked_with_its_answer(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = traffic(model, monkeypatch, pool=100, max_batched=64)
+    name = engine.add(300, prompt_len=200, least=300)
+    engine.step()
+    levels = engine.scheduler.kv_policy_entry.forecast.bookings[name].levels.tolist()
+    # Of 200 tokens four steps, and one for each token of the answer but the last.
+    assert levels == [13] * 4 + [-(-tokens // 16) for tokens in range(201, 500)]
+    engine.finish()
 
 
 def test_a_request_of_a_higher_priority_sits_out_for_nobody(
