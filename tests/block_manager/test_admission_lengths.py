@@ -201,7 +201,8 @@ def test_an_answer_is_at_least_as_long_as_its_request_says(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short answers are all that is known; requests of `min_tokens` are no such."""
-    engine = traffic(model, monkeypatch, pool=400)
+    policy = {"policy": "tova", "budget": 4096, "interval": 128}
+    engine = traffic(model, monkeypatch, pool=400, policy=policy)
     for _ in range(20):
         engine.add(8)
     while engine.scheduler.has_requests():
@@ -215,7 +216,7 @@ def test_an_answer_is_at_least_as_long_as_its_request_says(
 def test_a_prompt_in_several_steps_is_booked_with_its_answer(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = traffic(model, monkeypatch, pool=100, max_batched=64)
+    engine = traffic(model, monkeypatch, pool=100, max_batched=64, max_num_seqs=64)
     name = engine.add(300, prompt_len=200, least=300)
     engine.step()
     levels = engine.scheduler.kv_policy_entry.forecast.bookings[name].levels.tolist()
