@@ -240,20 +240,6 @@ def test_a_request_of_a_higher_priority_sits_out_for_nobody(
     assert engine.sat_out.get(first, 0) <= 1
 
 
-def test_an_older_request_does_not_wait_for_a_newer_one_to_end(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The newer one has events and goes on between them with what is left."""
-    policy = {"policy": "tova", "budget": 512, "interval": 512}
-    engine = traffic(model, monkeypatch, pool=68, policy=policy)
-    older = engine.add(1500)
-    for _ in range(3):
-        engine.step()
-    engine.add(6000, kv_budget=64, kv_interval=64)
-    engine.finish()
-    assert 0 < engine.sat_out.get(older, 0) <= 150
-
-
 # Four requests fill a pool of 60 superblocks; the forecast has no room for more.
 FULL = {
     "pool": 60,

@@ -216,6 +216,24 @@ def test_a_floor_that_nobody_reaches_keeps_nobody_waiting(
     assert max(run.first.values()) <= 2 * max(theirs.first.values())
 
 
+def test_an_older_request_does_not_wait_for_a_newer_one_to_end(
+    model_config: ModelConfig,
+) -> None:
+    """The newer one has events, and goes on between them with what is left."""
+    policy = {"policy": "tova", "budget": 512, "interval": 512, "recent": 16}
+    sizes = {"block_size": 16, "pool": 68, "longest": 8000, "max_batched": 2048}
+    few = {"kv_budget": 64, "kv_interval": 64}
+    run = serve(
+        replace(MIX, policy={**policy, "sinks": 4, "events": "always"}, **sizes),
+        model_config,
+        [20, 20],
+        [1500, 6000],
+        extra_args={1: few},
+    )
+    last = max(step for step, names in enumerate(run.computed) if "r0" in names)
+    assert 1500 < last <= 1500 + 2 * 128 and run.steps > 6000
+
+
 def test_prompts_are_cut_at_their_ends_for_one_that_waits(
     model_config: ModelConfig,
 ) -> None:
