@@ -84,7 +84,7 @@ def read_prompt(engine: Any, tokens: int, seed: int) -> dict[str, float]:
     rng = random.Random(seed)
     prompt = [rng.randrange(10, 90) for _ in range(tokens)]
     counters = getattr(core(engine).scheduler, "kv_policy_counters", None)
-    before = counters.file.read() if counters else {}
+    before = counters.read() if counters else {}
     with attention_clock(engine) as seconds:
         started = time.perf_counter()
         engine.generate(
@@ -95,7 +95,7 @@ def read_prompt(engine: Any, tokens: int, seed: int) -> dict[str, float]:
         found = {"seconds": time.perf_counter() - started}
     found["attention_seconds"] = sum(seconds)
     if counters:
-        after = counters.file.read()
+        after = counters.read()
         found["event_seconds"] = after["event_seconds"] - before["event_seconds"]
         dropped = after["tokens_dropped"] - before["tokens_dropped"]
         found["kept"] = 1 - dropped / (tokens - WINDOW)

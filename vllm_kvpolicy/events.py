@@ -168,7 +168,7 @@ class Footprint:
     keeps_all: bool = False
     window_blocks: int = 0
 
-    @property
+    @cached_property
     def window_tokens(self) -> int:
         """W, newest queries that an event reads; 0 for none."""
         return self.events.window_tokens

@@ -4,6 +4,7 @@ Scheduler, worker and start-up line use the same formulas.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from vllm_kvpolicy import compat
@@ -61,7 +62,7 @@ class SlidingGroups:
         """Groups of full attention; a policy needs one."""
         return -(-self.num_full // self.layers_per_group)
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Groups with a window."""
         return -(-self.num_sliding // self.layers_per_group)

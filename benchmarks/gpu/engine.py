@@ -156,7 +156,7 @@ class BenchEngine:
         """Return the policy's own counters; zeros without a policy."""
         if self.setup is None:
             return dict.fromkeys(COUNTERS, 0.0)
-        return self.scheduler.kv_policy_counters.file.read()
+        return self.scheduler.kv_policy_counters.read()
 
     # -- what the parts ask for ----------------------------------------------------
 

@@ -68,7 +68,7 @@ class Traffic:
 
     @property
     def counted(self) -> dict[str, float]:
-        return self.scheduler.kv_policy_counters.file.read()
+        return self.scheduler.kv_policy_counters.read()
 
     @property
     def num_preemptions(self) -> float:

@@ -86,7 +86,7 @@ def test_counters_are_what_a_walk_over_all_blocks_finds(policy, depth, model_con
         scenario = random_scenario(policy, depth, seed)
         simulation = Simulation(scenario, model_config)
         walk = Walk(simulation.scheduler)
-        counters = simulation.scheduler.kv_policy_counters.file
+        counters = simulation.scheduler.kv_policy_counters
         seen += simulation.run(trials(600))
         found = counters.read()
         assert {name: found[name] for name in FIELDS} == walk.totals

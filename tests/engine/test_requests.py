@@ -115,7 +115,7 @@ def test_a_floor_that_the_pool_decides(tiny_model: Path, tmp_path: Path) -> None
         scheduler = engine.scheduler
         # 15 superblocks each, less a window and 1 for rounding: 416 tokens, less 64.
         assert scheduler.kv_policy_config.budget_tokens == 320
-        assert scheduler.kv_policy_counters.file.read()["floor_tokens"] == 320
+        assert scheduler.kv_policy_counters.read()["floor_tokens"] == 320
         jobs = make_jobs((60, 200, 350, 350), 500, seed=22)
         with pytest.raises(ValueError, match="kv_budget: got 321, .* server's 320"):
             engine.run([replace(jobs[0], extra_args={"kv_budget": 321})])

@@ -78,7 +78,7 @@ def test_tokens_of_events_and_of_requests_are_counted(folder):
     file = CounterFile("one", create=True)
     event = replace(FIRST, num_global=1)
     WorkerCounters("one", BLOCK).add_tokens([(event, 3, 1)])
-    EngineCounters(file).set_keep_ratio([(10, 30), (20, 30)])
+    EngineCounters(file).tell_ratio([(10, 30), (20, 30)])
     found = CounterFile("one", create=False).read()
     assert (found["tokens_kept"], found["tokens_dropped"]) == (3, 4)
     assert (found["tokens_left"], found["keep_ratio"]) == (4, 0.5)

@@ -5,6 +5,7 @@ policy that serve as a baseline: `--scheduler-cls` takes COUNTING_CLASSES of com
 /metrics shows the counters.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -41,6 +42,16 @@ class CountingMixin:
             self.kv_policy_counters.add(
                 steps=1, request_steps=len(self.running), block_steps=num_held
             )
+        self._count()
+
+    def _count(self, at_once: bool = False) -> None:
+        """Let other processes see the counters, if it is time or at once."""
+        if at_once or self.kv_policy_counters.is_due():
+            self.kv_policy_counters.tell_ratio(self._held_and_computed())
+
+    def _held_and_computed(self) -> Iterable[tuple[int, int]]:
+        """Return tokens of requests with a policy."""
+        return ()
 
     def _most_held(self, request_id: str) -> int:
         """Return the most superblocks that a request held since it was (re)started."""
@@ -63,7 +74,13 @@ class CountingMixin:
         if peak:
             more = self._ended(request_id)
             self.kv_policy_counters.add(requests=1, peak_blocks=peak, **more)
-        return super()._free_request(request, *args, **kwargs)
+        found = super()._free_request(request, *args, **kwargs)
+        self._forget(request)
+        self._count(at_once=True)
+        return found
+
+    def _forget(self, request: Request) -> None:
+        """Forget a request that has ended and been freed."""
 
     def _ended(self, request_id: str) -> dict[str, int]:
         """Return what else is counted of a request that has held something and ends."""

@@ -48,7 +48,6 @@ from vllm_kvpolicy.block_manager.pressure import Pressure
 from vllm_kvpolicy.events import NO_STEP
 from vllm_kvpolicy.sizes import SlidingGroups
 
-PATIENCE = 512  # tokens lost by waiting beside a price where all that run should fit
 MOST_WAITS = 128  # steps in a row that a request sits out for newer ones
 NOBODY: frozenset[str] = frozenset()
 
@@ -440,9 +439,11 @@ class Entry:
         """
         request_id = request.request_id
         self._claim.take_turn(request)
-        if request_id not in self.forecast.bookings or self._num_free < 0:
+        free = self._num_free
+        if request_id not in self.forecast.bookings or free < 0:
             return num_new
-        if self._may_take(request_id, computed + num_new):
+        is_free = free >= self._most_missing(request_id)
+        if is_free or self._may_take(request_id, computed + num_new):
             self._waits.pop(request_id, None)
             return num_new
         victim = find_victim()
@@ -471,16 +472,8 @@ class Entry:
         steps = self._steps_to_release(self._num_free)
         if steps == NO_STEP:
             return True
-        price, state = (
-            PRICE * victim.num_computed_tokens,
-            self._bounded(victim.request_id),
-        )
-        foreseen = self.pressure.at_floors if self.calls_events else self.forecast
-        room = self.manager.num_usable - self._unforeseen(
-            self.manager.num_taken, NOBODY
-        )
-        if state is not None and foreseen.most() <= room:  # waiting should not last
-            return self._num_lost >= price + PATIENCE
+        price = PRICE * victim.num_computed_tokens
+        state = self._bounded(victim.request_id)
         had_events = state is not None and state.ordinal > 0
         lost = self._num_waiting if had_events else steps * (self._num_waiting + 1)
         return self._num_lost + lost >= price
@@ -500,6 +493,13 @@ class Entry:
         if self.planner.due(request_id) is not None:
             return True
         return self._way(request_id)[0] - needed <= left or self._proceeds(left)
+
+    def _most_missing(self, request_id: str) -> int:
+        """Return at least what a request takes to its end; found without a search."""
+        blocks = self._last[request_id] // self.manager.block_size + 2
+        window = self.planner.states[request_id].footprint.window_blocks
+        # Its first event takes anew what others hold, too.
+        return (2 + self._sliding.count) * blocks + 2 * window
 
     def _fitting(self, request_id: str, computed: int, num_new: int) -> int:
         """Return for how many new tokens there are superblocks, at least 1."""
@@ -548,13 +548,10 @@ class Entry:
         if end < last and state.is_uncalled:
             missing += state.footprint.window_blocks
             missing = min(missing, manager.num_needed(request_id, last, step))
-        tokens, computed = (
-            end - request.num_computed_tokens,
-            request.num_computed_tokens,
-        )
+        computed = request.num_computed_tokens
         in_prompt = max(min(known, end) - computed, 0)
         in_steps = -(-in_prompt // self.step_tokens) - in_prompt
-        return missing, max(tokens + in_steps, 0)
+        return missing, max(end - computed + in_steps, 0)
 
     def is_bounded(self, request_id: str) -> bool:
         """Return whether it is known what a request will hold."""

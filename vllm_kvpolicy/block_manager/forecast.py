@@ -7,7 +7,7 @@ of them hold together is the sum.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import SlidingGroups
 
 HORIZON = 8192  # steps; what a request holds later is booked when they have passed
-PRICE = 0.5  # of a token that is computed again, as part of a prompt, in answered ones
+PRICE = 0.5  # tokens of an answer that a token computed again in a prompt is worth
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Booking:
     levels: np.ndarray
     offset: int | None
 
-    @property
+    @cached_property
     def end(self) -> int:
         """Number of the step behind the last one."""
         return self.start + len(self.levels)
@@ -172,6 +172,8 @@ class Forecast:
     # Entry s - _first is what is booked for step s.
     _first: int = 0
     _load: np.ndarray = field(init=False)
+    # The most that is booked, and the last step with it; none where that has changed.
+    _peak: tuple[float, int] = (0, -1)
 
     def __post_init__(self) -> None:
         self._load = np.zeros(0, self.dtype)
@@ -198,8 +200,19 @@ class Forecast:
         return self._load[start : start + last + 1]
 
     def most(self) -> float:
-        """Return the most that is booked for a step from this one on."""
-        return self._load[self.step - self._first :].max(initial=0)
+        """Return the most that is booked for a step from this one on.
+
+        The whole array is searched once per change: NumPy lets other threads run
+        meanwhile, and to get its turn back costs the scheduler 100 times as long.
+        """
+        if self._peak[1] < self.step:
+            coming = self._load[self.step - self._first :]
+            if not len(coming):
+                return 0
+            behind = int(coming[::-1].argmax())
+            end = self._first + len(self._load)
+            self._peak = max(coming[-1 - behind], 0), end - 1 - behind
+        return self._peak[0]
 
     def book(self, request_id: str, levels: np.ndarray, offset: int | None) -> None:
         """Replace what is booked for a request, from this step on."""
@@ -219,6 +232,7 @@ class Forecast:
         if first >= booking.end:
             return
         self._reach(booking.end)
+        self._peak = 0, -1
         there = slice(first - self._first, booking.end - self._first)
         self._load[there] += sign * booking.levels[first - booking.start :]
 

@@ -271,6 +271,8 @@ class KVPolicyManager(FullAttentionManager):
         state = self.planner.states.get(request_id)
         if state is not None:
             num_tokens = min(num_tokens, state.first_event)
+        if num_tokens // self.block_size <= self.num_cached_block.get(request_id, 0):
+            return
         stock = super().cache_blocks
         self.offers[0].offer(
             request_id,

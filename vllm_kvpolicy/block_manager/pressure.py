@@ -266,11 +266,8 @@ class Pressure:
         They enter one after the other, as far as there is room beside all floors, each
         when the prompts of those before it have been computed.
         """
-        lead, size, sizes = (
-            self.lead,
-            self.manager.block_size,
-            self.manager.sliding.sizes,
-        )
+        lead, size = self.lead, self.manager.block_size
+        sizes = self.manager.sliding.sizes
         coming, tokens = np.zeros(lead + 1, np.int64), 0
         room = self.manager.num_usable - self.unforeseen()
         held = np.zeros(0)  # by those before it, at their floors

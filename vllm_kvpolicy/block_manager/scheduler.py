@@ -4,7 +4,7 @@ A VllmConfig with a policy names these classes in place of vLLM's.
 """
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -147,6 +147,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         if self.kv_policy_entry.calls_events:
             floor = self.kv_policy_config.budget_tokens
             self.kv_policy_counters.set(floor_tokens=floor)
+            self.kv_policy_counters.tell()
         if self.perf_metrics is not None:
             self.perf_metrics = HeldMetrics(self.vllm_config)
         self.kv_policy_snapshots: Snapshots | None = None
@@ -389,7 +390,6 @@ class KVPolicySchedulerMixin(CountingMixin):
         super()._update_after_schedule(scheduler_output)
         if self.kv_policy_snapshots is not None:
             self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
-        self._count()
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
@@ -404,7 +404,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             self.kv_policy_entry.rebook(used.request_id)
         return outputs
 
-    def _count(self) -> None:
+    def _count(self, at_once: bool = False) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager
         entry, (local, survivors) = self.kv_policy_entry, manager.pool_counts()
         calls = entry.pressure.num_calls
@@ -418,18 +418,15 @@ class KVPolicySchedulerMixin(CountingMixin):
             level_tokens=entry.pressure.level or 0,
             **{f"called_events_{cause}": calls[cause] for cause in CAUSES},
         )
-        states = self.kv_policy_planner.states
-        if counters.ratio_due() or not states:
-            counters.set_keep_ratio(
-                (
-                    request.num_computed_tokens - states[request_id].dropped_tokens,
-                    request.num_computed_tokens,
-                )
-                for request_id, request in self.requests.items()
-                if request_id in states
-            )
+        super()._count(at_once)
         if self.kv_policy_snapshots is not None:
             self.kv_policy_snapshots.publish(self)
+
+    def _held_and_computed(self) -> Iterator[tuple[int, int]]:
+        states = self.kv_policy_planner.states
+        for request_id in states.keys() & self.requests.keys():
+            computed = self.requests[request_id].num_computed_tokens
+            yield computed - states[request_id].dropped_tokens, computed
 
     def _most_held(self, request_id: str) -> int:
         state = self.kv_policy_planner.states.get(request_id)
@@ -459,11 +456,12 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         report = self._report(request.request_id)
         kv_params, *others = super()._free_request(request, *args, **kwargs)
+        return (report or kv_params, *others)
+
+    def _forget(self, request: Request) -> None:
         self.kv_policy_entry.leave(request)
         self.kv_policy_planner.remove(request.request_id)
         self._sees_all.discard(request.request_id)
-        self._count()
-        return (report or kv_params, *others)
 
     def _report(self, request_id: str) -> dict[str, Any] | None:
         """Return what an answer says of its events; None where it says nothing.

@@ -128,7 +128,7 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Return the engine's counters; it has a policy."""
-        return self._scheduler.kv_policy_counters.file.read()
+        return self._scheduler.kv_policy_counters.read()
 
     def num_held(self) -> int:
         """Return the superblocks that are not free, without vLLM's null block."""

@@ -7,6 +7,7 @@ no lock.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial, wraps
@@ -137,7 +138,7 @@ FIELDS = tuple(name for series in SERIES for name in series.fields)
 INDEX = {name: index for index, name in enumerate(FIELDS)}
 _VALUE = Struct("d")
 SIZE_BYTES = _VALUE.size * len(FIELDS)
-GAUGE_PERIOD_SECONDS = 0.25
+PERIOD_SECONDS = 0.25  # between two times that others see the scheduler's values
 
 
 def counter_path(engine: str) -> Path:
@@ -170,40 +171,61 @@ class CounterFile(SharedFile):
 
 
 class EngineCounters:
-    """Writes what only the scheduler knows: superblocks and tokens of requests."""
+    """Writes what only the scheduler knows: superblocks and tokens of requests.
+
+    Other processes see it at every end of a request and every `PERIOD_SECONDS`. In each
+    step the system calls would let other threads of Python run, and the scheduler wait
+    for its turn.
+    """
 
     def __init__(self, file: CounterFile) -> None:
         self.file = file
-        self._next_ratio = 0.0
-        self.set_keep_ratio(())
+        self._added = Counter[str]()
+        self._set: dict[str, float] = {}
+        self._next = 0.0
+        self.tell_ratio(())
 
     def add(self, **amounts: float) -> None:
-        for name, amount in amounts.items():
-            self.file.add(name, amount)
+        """Count, by name."""
+        self._added.update(amounts)
 
     def set(self, **values: float) -> None:
         """Set gauges, and counters of what others have counted, by name."""
-        for name, value in values.items():
-            self.file.set(name, value)
+        self._set.update(values)
 
     def note_off(self, observer: str) -> None:
         self.file.set(f"observers_off_{observer}", 1)
 
-    def ratio_due(self) -> bool:
-        """Return whether the keep ratio, which needs a walk over requests, is old."""
-        now = time.monotonic()
-        if now < self._next_ratio:
-            return False
-        self._next_ratio = now + GAUGE_PERIOD_SECONDS
-        return True
+    def is_due(self) -> bool:
+        """Return whether what other processes see is old."""
+        return time.monotonic() >= self._next
 
-    def set_keep_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
-        """Set the realised keep ratio from (held, computed) tokens per live request."""
+    def tell_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
+        """Let others see all values, and a new keep ratio.
+
+        Args:
+            held_and_computed: tokens of each live request.
+        """
+        self._next = time.monotonic() + PERIOD_SECONDS
         held = computed = 0
         for request_held, request_computed in held_and_computed:
             held += request_held
             computed += request_computed
-        self.file.set("keep_ratio", held / computed if computed else 1.0)
+        self.set(keep_ratio=held / computed if computed else 1.0)
+        self.tell()
+
+    def tell(self) -> None:
+        """Let other processes see all values."""
+        for name, amount in self._added.items():
+            self.file.add(name, amount)
+        self._added.clear()
+        for name, value in self._set.items():
+            self.file.set(name, value)
+
+    def read(self) -> dict[str, float]:
+        """Return all values, those that the worker counts included."""
+        self.tell()
+        return self.file.read()
 
 
 def only_observes(

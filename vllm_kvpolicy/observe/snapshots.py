@@ -37,12 +37,12 @@ class Snapshots:
     @only_observes
     def publish(self, scheduler: Any) -> None:
         """Write a snapshot if the last one is old, or if no request is left."""
-        if not self.ring.is_heard():
-            return
         now = time.monotonic()
         if now < self._next and scheduler.requests:
             return
         self._next = now + PERIOD_SECONDS
+        if not self.ring.is_heard():
+            return
         found = self._look(scheduler, now)
         self.ring.append({"kind": "snapshot", "time": now, **found})
 

@@ -368,7 +368,7 @@ class Engine:
 
     def counters(self) -> dict[str, float]:
         """Return the engine's own counters."""
-        return self.scheduler.kv_policy_counters.file.read()
+        return self.scheduler.kv_policy_counters.read()
 
     def admit_as_vllm_does(self) -> None:
         """Let requests in when their prompt fits: where the pool is full, preempt."""

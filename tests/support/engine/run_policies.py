@@ -177,7 +177,7 @@ def generate(
     core = llm.llm_engine.engine_core.engine_core
     events = 0
     if policy is not None:
-        events = int(core.scheduler.kv_policy_counters.file.read()["events"])
+        events = int(core.scheduler.kv_policy_counters.read()["events"])
     core.shutdown()
     return [list(output.outputs[0].token_ids) for output in outputs], events
 
