@@ -322,15 +322,29 @@ def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(POLL_SECONDS)
             continue
-        print(how_to_call(options, root), flush=True)
+        print(how_to_call(options, root, chosen_floor(root)), flush=True)
         return
 
 
-def how_to_call(options: argparse.Namespace, root: str) -> str:
-    """Return what is printed once a server answers."""
+def chosen_floor(root: str) -> str:
+    """Return the fewest tokens per KV head that a server keeps; empty for none."""
+    with suppress(OSError):
+        page = urllib.request.urlopen(f"{root}/metrics", timeout=2).read().decode()
+        found = re.search(r"^kvpolicy_floor_tokens{.*} (\d+)", page, re.MULTILINE)
+        return found[1] if found else ""
+    return ""
+
+
+def how_to_call(options: argparse.Namespace, root: str, floor: str = "") -> str:
+    """Return what is printed once a server answers.
+
+    Args:
+        floor: what a budget of `auto` has come to, in tokens per KV head.
+    """
     policy = "no policy"
     if has_policy(options):
         budget = f", budget {options.budget}" if options.budget else ""
+        budget += f" ({floor})" if floor and options.budget == "auto" else ""
         policy = f"policy {options.policy}{budget}"
     words = HOW_TO_CALL.format(
         root=root,

@@ -216,8 +216,8 @@ def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
     line = capacity_line(ENGINE, config, 16 * 200 + 1)
     held = most_blocks(config, 1, LONGEST, SIZE, query_rows(ENGINE))
     assert "none below 1024 tokens per KV head; the pool of 3200 blocks" in line
-    assert f"fits 0 requests of {LONGEST} tokens uncut, {WHOLE} blocks each" in line
-    assert f"and {3200 // held} at their floors, {held} blocks each" in line
+    assert f"fits 0 requests of {LONGEST} tokens uncut ({WHOLE} blocks each)" in line
+    assert f"or {3200 // held} that are cut so far ({held} each)" in line
     assert line.endswith(
         f"16 at once (--max-num-seqs) nobody is ever cut in a pool of "
         f"{16 * WHOLE} blocks"
@@ -226,7 +226,7 @@ def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
     assert high.endswith("or wait: a lower --kv-budget, or `auto`, helps")
     chosen = capacity_line(ENGINE, AUTO.with_budget(5824), 16 * 200 + 1)
     assert "none below 5824 tokens per KV head (auto);" in chosen
-    assert "and 16 at their floors" in chosen
+    assert "or 16 that are cut so far" in chosen
     assert capacity_line(ENGINE, AUTO.with_budget(LONGEST), 9**9).endswith("drops any")
     assert f"share up to {LONGEST} prompt tokens, as far as" in sharing_line(
         ENGINE, config

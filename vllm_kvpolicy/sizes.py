@@ -352,9 +352,9 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"KV policy {config.policy}: events when the pool runs short, none below "
             f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}; "
             f"the pool of {num_blocks - 1} blocks fits {fit_whole} requests of "
-            f"{max_model_len} tokens uncut, {whole} blocks each, and {fit} at their "
-            f"floors, {held} blocks each; with {most} at once (--max-num-seqs) nobody "
-            f"is ever cut in a pool of {most * whole} blocks{advice * is_high}"
+            f"{max_model_len} tokens uncut ({whole} blocks each), or {fit} that are cut "
+            f"so far ({held} each); with {most} at once (--max-num-seqs) nobody is "
+            f"ever cut in a pool of {most * whole} blocks{advice * is_high}"
         )
     return (
         f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "

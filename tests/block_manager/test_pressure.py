@@ -3,6 +3,7 @@
 Real schedulers, without a worker; test_scheduler_simulation runs them with one.
 """
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, RequestPlan, RequestState
 from vllm_kvpolicy.block_manager.pressure import Pressure, Row, water_fill
 from vllm_kvpolicy.events import EventPlan, Footprint
+from vllm_kvpolicy.observe import metrics, snapshots
 from vllm_kvpolicy.policies.names import names, parse
 
 SIZE = 32
@@ -159,6 +161,23 @@ def test_with_room_for_all_nothing_is_dropped(model_config: ModelConfig) -> None
         replace(MIX, policy=never, pool=400), model_config, PROMPTS, [300] * 8
     )
     assert run == stock
+
+
+def test_steps_do_without_system_calls(
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would let other threads of Python run while the model waits for a step."""
+    calls: list[str] = []
+    for name in ("pread", "pwrite"):
+        known = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, known=known: calls.append("") or known(*args)
+        )
+    for module in (metrics, snapshots):  # nothing gets old
+        monkeypatch.setattr(module, "PERIOD_SECONDS", 3600.0)
+    watched = replace(MIX, policy={**MIX.policy, "live": True}, pool=1000)
+    assert serve(watched, model_config, [40] * 3, [400] * 3).steps >= 400
+    assert len(calls) < 200  # as it starts, and where a request ends
 
 
 def test_a_mix_that_does_not_fit_takes_no_longer_than_with_room(

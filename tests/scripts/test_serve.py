@@ -6,6 +6,7 @@ import re
 import socket
 import subprocess
 import sys
+from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,23 @@ def test_the_pretrained_model_is_fetched_and_keeps_its_short_name(monkeypatch):
     words = " ".join(serve.build_command(options, "cpu"))
     assert "serve /cache/smollm2-135m " in words
     assert "--served-model-name smollm2 " in words
+
+
+@pytest.mark.parametrize(
+    ("page", "budget", "said"),
+    [
+        ('kvpolicy_floor_tokens{engine="0"} 448.0\n', "auto", "budget auto (448)"),
+        ('kvpolicy_floor_tokens{engine="0"} 448.0\n', "448", "budget 448\n"),
+        ("vllm:requests 1\n", "auto", "budget auto\n"),
+    ],
+)
+def test_it_says_what_auto_has_come_to(page, budget, said, monkeypatch):
+    options = serve.parse(["--policy", "tova", "--budget", budget])
+    monkeypatch.setattr(
+        serve.urllib.request, "urlopen", lambda url, timeout: BytesIO(page.encode())
+    )
+    floor = serve.chosen_floor("http://here")
+    assert said in serve.how_to_call(options, "http://here", floor)
 
 
 @pytest.mark.parametrize("prompt", ['say "hi"\nnow', "a=3;b=a"])
