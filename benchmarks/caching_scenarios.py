@@ -18,7 +18,7 @@ from benchmarks.workload import (
     model_config,
     ordinary_token_ids,
 )
-from vllm_kvpolicy.config_keys import ALWAYS
+from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 UNCACHED = "uncached"
 """Name of the server without a policy and without prefix caching."""
@@ -30,7 +30,8 @@ class CachingScenario:
 
     Attributes:
         name: `prefixes`, `turns`, `scarce` or `long`.
-        policies: names for `--kv-policy`; each has a server for every share.
+        policies: names for `--kv-policy`, each with `words` behind it, joined by `:`;
+            each has a server for every share.
         output_tokens: forced length of each output, thinking included.
         shares: usable blocks / blocks that all requests at once need at full length if
             they share none.
@@ -45,6 +46,8 @@ class CachingScenario:
     """Options with which requests become shorter."""
     may_fail: ClassVar[bool] = False
     """Whether a server that does not start is a result, in place of an error."""
+    words: ClassVar[tuple[str, ...]] = (PRESSURE, "pin")
+    """What may follow a policy: events on call, and prompts that stay."""
 
     name: str
     policies: tuple[str, ...] = ("ams-tova",)
@@ -101,14 +104,27 @@ class CachingScenario:
         return servers
 
     def kinds(self) -> dict[str, list[str]]:
-        """Return kind of server -> arguments that only it has; policies come first."""
-        policy_words = ["--kv-budget", str(self.budget)]
-        policy_words += ["--kv-interval", str(self.interval), "--kv-events", ALWAYS]
+        """Return kind of server -> arguments that only it has; policies come first.
+
+        Raises:
+            ValueError: an unknown word behind a policy.
+        """
+        common = ["--kv-budget", str(self.budget), "--kv-interval", str(self.interval)]
         if self.policy_config:
-            policy_words += ["--kv-policy-config", self.policy_config]
-        kinds = {
-            name: ["--kv-policy", name, *policy_words] for name in self.policies
-        } | {STOCK: []}
+            common += ["--kv-policy-config", self.policy_config]
+        kinds = {}
+        for label in self.policies:
+            name, *words = label.split(":")
+            if unknown := sorted({*words} - {*self.words}):
+                expected = " or ".join(map(repr, self.words))
+                raise ValueError(
+                    f"policies: got {label}, expected {expected} behind the name, not "
+                    f"{unknown}"
+                )
+            events = PRESSURE if PRESSURE in words else ALWAYS
+            kinds[label] = ["--kv-policy", name, *common, "--kv-events", events]
+            kinds[label] += ["--kv-pin", "prompt"] if "pin" in words else []
+        kinds[STOCK] = []
         if self.uncached:
             kinds[UNCACHED] = [NO_PREFIX_CACHING]
         return kinds

@@ -15,7 +15,6 @@ from benchmarks.scenarios import STOCK
 from benchmarks.server import EngineSettings
 from benchmarks.shared_prompts import Cached, SharedPrefixes
 from benchmarks.workload import ordinary_token_ids
-from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 FP8 = "stock-fp8"
 """Name of the server without a policy that keeps keys and values in FP8."""
@@ -34,8 +33,7 @@ class Scarce(CachingScenario):
     takes a server of the packaged model 50 seconds. Ask for one share at a time.
 
     Attributes:
-        policies: `NAME`, `NAME:pressure`, `NAME:fp8` or `NAME:pressure:fp8`: which
-            events, and keys and values in FP8.
+        policies: behind a name `fp8` is keys and values in FP8.
         shares: of the bytes that all requests at once need at full length, in blocks of
             `block_size`. Stock's blocks are larger on a CPU (128 tokens): with requests
             of 800 tokens it has room for all from 1.13 on.
@@ -47,6 +45,7 @@ class Scarce(CachingScenario):
     ratio_columns: ClassVar = SCARCE_RATIOS
     lengths: ClassVar = ("--prompt-tokens", "--output-tokens")
     may_fail: ClassVar = True
+    words: ClassVar = (*CachingScenario.words, "fp8")
 
     policies: tuple[str, ...] = ("ams-tova", "snapkv", "streaming")
     output_tokens: int = 600
@@ -83,16 +82,8 @@ class Scarce(CachingScenario):
         """Return kind of server -> arguments that only it has; policies come first."""
         kinds = super().kinds()
         for label in self.policies:
-            name, *words = label.split(":")
-            if unknown := sorted({*words} - {PRESSURE, "fp8"}):
-                raise ValueError(
-                    f"policies: got {label}, expected {PRESSURE!r} or 'fp8' behind the "
-                    f"name, not {unknown}"
-                )
-            changes = {label: name} | ({ALWAYS: PRESSURE} if PRESSURE in words else {})
-            kinds[label] = [changes.get(word, word) for word in kinds[label]]
             kinds[label] += ["--block-size", str(self.block_size)]
-            kinds[label] += FP8_WORDS if "fp8" in words else []
+            kinds[label] += FP8_WORDS if "fp8" in label.split(":") else []
         return kinds | {FP8: FP8_WORDS}
 
     def settings(

@@ -15,5 +15,5 @@ STABLE_TORCH_LIBRARY(vllm_kvpolicy, library) {
   library.def(
       "page_tables(Tensor(a!) tables, Tensor(b!) lengths, Tensor rows, "
       "Tensor block_table, Tensor seq_lens, Tensor global_blocks, Tensor num_global, "
-      "Tensor frontier_blocks, int block_size) -> ()");
+      "Tensor skip, Tensor pinned, int block_size) -> ()");
 }

@@ -22,7 +22,7 @@ void check_table(const char* name, const Tensor& table, int64_t dims, int64_t ro
 
 void page_tables(Tensor tables, Tensor lengths, Tensor rows, Tensor block_table,
                  Tensor seq_lens, Tensor global_blocks, Tensor num_global,
-                 Tensor frontier_blocks, int64_t block_size) {
+                 Tensor skip, Tensor pinned, int64_t block_size) {
   const int64_t count = rows.numel(), slots = num_global.numel();
   STD_TORCH_CHECK(rows.is_cuda() && rows.scalar_type() == ScalarType::Long &&
                       rows.dim() == 1 && rows.is_contiguous(),
@@ -33,7 +33,8 @@ void page_tables(Tensor tables, Tensor lengths, Tensor rows, Tensor block_table,
   check_table("seq_lens", seq_lens, 1, count, rows);
   check_table("global_blocks", global_blocks, 2, slots, rows);
   check_table("num_global", num_global, 1, slots, rows);
-  check_table("frontier_blocks", frontier_blocks, 1, slots, rows);
+  check_table("skip", skip, 1, slots, rows);
+  check_table("pinned", pinned, 1, slots, rows);
   const int64_t columns = tables.size(1);
   if (count == 0 || columns == 0) return;
 
@@ -46,7 +47,8 @@ void page_tables(Tensor tables, Tensor lengths, Tensor rows, Tensor block_table,
   given.global_blocks = global_blocks.const_data_ptr<int32_t>();
   given.global_distance = global_blocks.stride(0);
   given.num_global = num_global.const_data_ptr<int32_t>();
-  given.frontier_blocks = frontier_blocks.const_data_ptr<int32_t>();
+  given.skip = skip.const_data_ptr<int32_t>();
+  given.pinned = pinned.const_data_ptr<int32_t>();
   given.block_size = static_cast<int32_t>(block_size);
 
   const Launcher launch(rows);

@@ -68,7 +68,7 @@ def _policies() -> list[str]:
         "|---|---|---|---|---|",
     ]
     for name, word in SCORERS.items():
-        prompt = "protected" if word.protect_prompt else ""
+        prompt = "pinned" if word.pins_prompt else ""
         window = word.window_tokens({}) or ""
         cells = (f"`{name}`", word.summary, window, prompt, word.source)
         lines.append(_row(*cells))

@@ -22,13 +22,13 @@ def test_defaults_are_those_of_the_design():
     assert (found.budget_tokens, found.interval_tokens) == (2048, 512)
     assert (found.recent_tokens, found.sink_tokens) == (32, 4)
     assert found.prefill_step(32) == found.prefill_step(16) == 4096
-    assert not found.protects_prompt
+    assert found.pins == "none" and found.pinned_tokens(100) == 0
     assert found.options == {}
 
 
 def test_plain_form_survives_json_and_pickle():
     built = KVPolicyConfig.from_dict(
-        {**AMS, "policy_config": {"preset": "code"}, "protect_prompt": True}
+        {**AMS, "policy_config": {"preset": "code"}, "pin": "prompt"}
     )
     plain = json.loads(json.dumps(built.to_dict()))
     assert tuple(sorted(plain)) == tuple(sorted(VALID_KEYS))
@@ -134,7 +134,9 @@ def test_events_inside_prompts_can_be_left_out():
             {**AMS, "policy_config": {"min_segment": 0, "windwo": 3}},
             ["got the unknown key 'windwo'", "'ams-tova'"],
         ),
-        ({"protect_prompt": 1}, ["protect_prompt: got 1", "true or false"]),
+        ({"pin": -1}, ["pin: got -1", "'none', 'system', 'prompt' or a number"]),
+        ({"pin": True}, ["pin: got True", "'none', 'system', 'prompt' or a number"]),
+        ({"pin": "all"}, ["pin: got 'all'", "'none', 'system', 'prompt'"]),
         ({"trace_dir": ""}, ["trace_dir: got ''", "folder"]),
         ({"policy_config": {"trace": ""}}, ["trace_dir: got ''", "folder"]),
         ({"policy_config": {"trace": "a\0b"}}, ["trace_dir: got 'a", "folder"]),
@@ -163,10 +165,6 @@ def test_events_inside_prompts_can_be_left_out():
             ["budget: got 'auto'", "a number", "events 'pressure'"],
         ),
         ({"budget": "auto", "policy": "holes"}, ["budget: got 'auto'", "a scorer"]),
-        (
-            {"budget": "auto", "events": "pressure", "policy": "rpc"},
-            ["budget: got 'auto'", "kept whole", "protect_prompt false"],
-        ),
     ],
 )
 def test_bad_values_name_key_value_and_valid_ones(values, words):
@@ -383,12 +381,21 @@ def test_an_admission_or_a_selection_alone_has_no_budget(policy, options):
         evicting.validate_block_size(32)
 
 
+def test_a_request_may_pin_what_it_wants_but_nothing_where_tokens_are_masked_at_once():
+    server = config(pin=64, policy_config={"allow": ["dms"], "exact": True})
+    assert server.with_request({"kv_pin": "prompt"}).pinned_tokens(300) == 300
+    assert server.with_request({"kv_policy": "dms"}).pinned_tokens(300) == 0
+    for pin, words in ((64, "masks pinned tokens"), (None, "got None, expected")):
+        with pytest.raises(ValueError, match=words):
+            server.with_request({"kv_policy": "dms", "kv_pin": pin})
+
+
 def test_a_request_for_an_allowed_policy_keeps_the_servers_options():
     server = config(
         policy="ams-tova",
         policy_config={"segment_mass": 0.2, "allow": ["tova", "epikv", "expected"]},
     )
-    assert server.may_protect_prompt
+    assert server.with_request({"kv_policy": "epikv"}).pins == "prompt"
     asked = server.with_request({"kv_policy": "tova"})
     assert asked is not None
     assert (asked.policy, asked.resolved().window_tokens) == ("tova", 1)

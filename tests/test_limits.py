@@ -47,26 +47,26 @@ def engine_with(**parts: dict[str, object]) -> SimpleNamespace:
     return SimpleNamespace(**vars(ENGINE) | changed)
 
 
-def test_an_allowed_policy_that_protects_prompts_leaves_the_bound_alone() -> None:
-    """A request that asks for it is refused where the pool cannot hold it."""
-    alone = KVPolicyConfig("ams-tova")
-    mixed = KVPolicyConfig("ams-tova", allow=("epikv", "rpc"))
+def test_what_is_pinned_leaves_the_bounds_alone() -> None:
+    """A request that pins more than the pool can hold is refused when it comes."""
+    alone = KVPolicyConfig("tova", events="always")
+    pinning = replace(alone, pin="prompt")
     bound = max_blocks_per_request(ENGINE, alone)
-    assert max_blocks_per_request(ENGINE, mixed) == bound < WHOLE // 10
-    # Tables must hold the longest request of all; they are small.
-    assert max_global_blocks(ENGINE, mixed) == WHOLE
+    assert max_blocks_per_request(ENGINE, pinning) == bound < WHOLE // 10
+    # Tables list what is kept behind the pinned superblocks, and a superblock's rest.
+    for config in (alone, pinning):
+        assert max_global_blocks(ENGINE, config) == 2048 // SIZE + 1
+    assert max_global_blocks(ENGINE, KVPolicyConfig("tova")) == WHOLE
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        KVPolicyConfig("epikv"),
-        KVPolicyConfig("tova", protect_prompt=True),
         KVPolicyConfig("identity"),
         KVPolicyConfig("quest"),
     ],
 )
-def test_a_server_that_keeps_prompts_states_the_whole_length(
+def test_a_server_that_keeps_all_states_the_whole_length(
     config: KVPolicyConfig,
 ) -> None:
     window_blocks = -(-config.resolved().window_tokens * 4 // (2 * SIZE))
@@ -113,9 +113,18 @@ def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget() -> 
 
 
 def test_the_users_word_counts_more_than_the_policys() -> None:
-    config = KVPolicyConfig("epikv", protect_prompt=False, events="always")
-    assert max_blocks_per_request(ENGINE, config) < WHOLE // 10
-    assert max_global_blocks(ENGINE, config) == 2048 // SIZE
+    values = {"events": "always", "budget_tokens": 512}
+    for config, pinned in (
+        (KVPolicyConfig("epikv", **values), 1000),
+        (KVPolicyConfig("epikv", pin="none", **values), 0),
+        (KVPolicyConfig("tova", pin=100, **values), 100),
+    ):
+        assert config.pinned_tokens(1000) == pinned
+        footprint = config.footprint(1000, SIZE, 1)
+        assert footprint.events.budget == 512 + pinned
+        assert footprint.pinned == pinned // SIZE
+    assert KVPolicyConfig("tova", pin="prompt").pinned_tokens(7) == 7
+    assert KVPolicyConfig("tova", pin=100).pinned_tokens(7) == 7
 
 
 @pytest.mark.parametrize(
@@ -128,7 +137,7 @@ def test_the_users_word_counts_more_than_the_policys() -> None:
             KVPolicyConfig("tova", events="always", prefill_interval_tokens="prompt"),
             LONGEST,
         ),
-        (KVPolicyConfig("tova", events="always", protect_prompt=True), LONGEST),
+        (KVPolicyConfig("tova", events="always", pin="prompt"), LONGEST),
     ],
 )
 def test_the_line_about_the_prefix_cache_says_how_much_is_shared(
@@ -222,6 +231,8 @@ def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
         f"16 at once (--max-num-seqs) nobody is ever cut in a pool of "
         f"{16 * WHOLE} blocks"
     )
+    pinned = capacity_line(ENGINE, replace(config, pin="system"), 16 * 200 + 1)
+    assert f"({held} each, and what is pinned); with 16" in pinned
     high = capacity_line(ENGINE, config.with_budget(8192), 16 * 200 + 1)
     assert high.endswith("or wait: a lower --kv-budget, or `auto`, helps")
     chosen = capacity_line(ENGINE, AUTO.with_budget(5824), 16 * 200 + 1)

@@ -15,9 +15,11 @@ PACKAGE = Path(__file__).parents[1] / "vllm_kvpolicy"
 WHOLE_ROOMS = ("api.", "block_manager.")
 UNNAMED = {
     "api.patch_table": "rows that api.patch reads",
+    "api.pins": "chats that pin their system messages",
     "block_manager.claim": "keeps room for urgent requests under vLLM's priorities",
     "block_manager.output_lengths": "learns from answers that stop by themselves",
     "block_manager.counting": "adds to counters, the same without a policy",
+    "block_manager.sharing": "counts what requests share of the prefix cache",
     "block_manager.pressure": "calls for events where positions are not fixed",
 }
 # A line of the docstring: two spaces, what happens, then files from first to last.

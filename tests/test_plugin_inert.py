@@ -99,7 +99,7 @@ def test_only_the_help_group_is_new(snapshots):
     without_plugin, with_plugin = snapshots
     groups = dict(with_plugin["groups"])
     flags = groups.pop("KVPolicy")
-    assert flags[0] == "--kv-budget" and len(flags) == 9
+    assert flags[0] == "--kv-budget" and len(flags) == 10
     assert groups == without_plugin["groups"]
 
 

@@ -21,10 +21,14 @@ from vllm_kvpolicy.config_keys import (
     FLAG_KEYS,
     INTEGER_KEYS,
     LEAST_AUTO,
+    NONE,
     PRESSURE,
+    PROMPT,
     SERVER_OPTIONS,
     SWITCHES,
+    SYSTEM,
     VALID_KEYS,
+    check_pin,
     check_switches,
     request_keys,
     shown,
@@ -58,8 +62,10 @@ class KVPolicyConfig:
             of the block size; WHOLE_PROMPT for none before its end, None for default.
         events_per_step: events that one engine step may carry; None for twice what
             the largest batch needs on average.
-        protect_prompt: keep the prompt and let K count generated tokens only; None
-            leaves it to the policy.
+        pin: first tokens of a prompt that stay in their superblocks, shared and cached,
+            while K counts what is kept behind them: NONE, SYSTEM for those of system
+            messages and tools of a chat, PROMPT for all, or how many; None leaves it to
+            the policy.
         allow: further policies that a request may ask for by name.
         events: ALWAYS for events at positions that follow from the request alone,
             PRESSURE for events when the pool runs short, and as deep as it needs; by
@@ -83,7 +89,7 @@ class KVPolicyConfig:
     sink_tokens: int = DEFAULT_SINKS
     prefill_interval_tokens: int | str | None = None
     events_per_step: int | None = None
-    protect_prompt: bool | None = None
+    pin: str | int | None = None
     allow: tuple[str, ...] = ()
     events: str | None = None
     ceiling_tokens: int | None = None
@@ -130,10 +136,11 @@ class KVPolicyConfig:
             value = getattr(self, key.field)
             if value is not None or getattr(KVPolicyConfig, key.field) is not None:
                 key.check(value)
-        _check_type("protect_prompt", self.protect_prompt, bool, "true or false")
+        check_pin("pin", self.pin)
         trace_folder(self.trace_dir)
         check_switches(vars(self))
         self._check_windows(self.policy)
+        self._check_pin("pin")
         self._check_events()
 
     def _check_events(self) -> None:
@@ -167,11 +174,13 @@ class KVPolicyConfig:
                 f"events {PRESSURE!r}: what {ALWAYS!r} keeps of a request must not "
                 "depend on the pool"
             )
-        if self.is_auto and self.may_protect_prompt:
+
+    def _check_pin(self, key: str) -> None:
+        """Raise ValueError where tokens are masked as soon as they are dropped."""
+        if self.pin not in (None, NONE, 0) and self.resolved().is_exact:
             raise ValueError(
-                f"budget: got {AUTO!r} where prompts are kept whole, expected a "
-                "number, or protect_prompt false: what they take of the pool is not "
-                "known"
+                f"{key}: got {self.pin!r} with {self.policy!r} and `exact`, which "
+                f"masks pinned tokens, too; expected {NONE!r}, or `exact` false"
             )
 
     def _check_ceiling(self, key: str, page_tokens: int) -> None:
@@ -192,13 +201,6 @@ class KVPolicyConfig:
                 f"{self.budget_tokens}, and at least sinks, recent and one page, "
                 f"{self.least_budget(page_tokens)}"
             )
-
-    @property
-    def may_protect_prompt(self) -> bool:
-        """Whether any of `policies` keeps prompts whole."""
-        if self.protect_prompt is not None:
-            return self.protect_prompt
-        return any(each.info.protect_prompt for each in self.all_resolved)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -258,11 +260,24 @@ class KVPolicyConfig:
                 raise wrong(prefix + key, tokens, least)
 
     @property
-    def protects_prompt(self) -> bool:
-        """Whether prompts are kept whole: as the user says, else as the policy does."""
-        if self.protect_prompt is not None:
-            return self.protect_prompt
-        return self.resolved().info.protect_prompt
+    def pins(self) -> str | int:
+        """What is pinned: as the user says, else as the policy does."""
+        own = self.resolved()
+        if own.is_exact:
+            return NONE
+        default = PROMPT if own.info.pins_prompt else NONE
+        return default if self.pin is None else self.pin
+
+    def pinned_tokens(self, prompt_tokens: int) -> int:
+        """Return how many tokens of a prompt are pinned, whole superblocks or not.
+
+        SYSTEM stands for none: where a chat has such messages, the API process has put
+        their number in its place.
+        """
+        words = {NONE: 0, SYSTEM: 0, PROMPT: prompt_tokens}
+        wanted = self.pins
+        tokens = wanted if isinstance(wanted, int) else words[wanted]
+        return min(tokens, prompt_tokens)
 
     def footprint(
         self, prompt_tokens: int, block_size: int, query_rows: int, phase: int = 0
@@ -270,17 +285,17 @@ class KVPolicyConfig:
         """Return when a request has events and what it holds between them.
 
         Args:
-            prompt_tokens: where prompts are protected, the budget counts generated
-                tokens on top of them.
+            prompt_tokens: the budget counts what is kept behind the pinned ones.
             block_size: N, tokens per superblock.
             query_rows: rows of a superblock that a query takes, of its 2N; see `sizes`.
             phase: of the request, see `events`; 0 where events are not spread.
         """
-        protected = prompt_tokens if self.protects_prompt else 0
-        policy, budget = self.resolved(), self.budget_tokens + protected
+        pinned = self.pinned_tokens(prompt_tokens)
+        policy, budget = self.resolved(), self.budget_tokens + pinned
         if policy.info.is_unbounded:
             # Events begin when the first page has left the window.
-            budget = self.sink_tokens + self.recent_tokens + block_size
+            first = max(self.sink_tokens, pinned)
+            budget = first + self.recent_tokens + block_size
         window = policy.window_tokens
         events = EventPlan(
             prompt_len=prompt_tokens,
@@ -292,7 +307,7 @@ class KVPolicyConfig:
         )
         window_blocks = -(-window * query_rows // (2 * block_size))
         sizes = self.recent_tokens, block_size, policy.info.keeps_all
-        return Footprint(events, *sizes, window_blocks)
+        return Footprint(events, *sizes, window_blocks, pinned // block_size)
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":
@@ -336,7 +351,7 @@ class KVPolicyConfig:
         values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
         values |= {"budget": AUTO} if self.is_auto else {}
         values |= {"policy_config": dict(self.options), "allow": list(self.allow)}
-        values |= {"events": self.events, "protect_prompt": self.protect_prompt}
+        values |= {"events": self.events, "pin": self.pin}
         values |= {"trace_dir": self.trace_dir}
         return values | {key: getattr(self, key) for key in SWITCHES}
 
@@ -361,10 +376,10 @@ class KVPolicyConfig:
     ) -> "KVPolicyConfig | None":
         """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
 
-        Known keys: `kv_policy` (`none`, or one of `policies`), `kv_budget`,
-        `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each number is at most
-        the server's, because the server sized its memory for those. Keys that do not
-        begin with `kv_` are not looked at.
+        Known keys: `kv_policy` (`none`, or one of `policies`), `kv_pin`, `kv_budget`,
+        `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each of the last five
+        is at most the server's, because the server sized its memory for those. Keys
+        that do not begin with `kv_` are not looked at.
 
         Returns:
             The request's configuration, or None where it asks for the full KV cache.
@@ -373,6 +388,7 @@ class KVPolicyConfig:
             ValueError: an unknown key that begins with `kv_`, or a bad value.
         """
         asked = request_keys(extra_args)
+        check_pin("kv_pin", asked.get("kv_pin", NONE), of_request=True)
         policy_name = asked.pop("kv_policy", self.policy)
         if policy_name == PER_REQUEST_OFF and not asked:
             return None
@@ -388,6 +404,8 @@ class KVPolicyConfig:
         changes: dict[str, Any] = {}
         if policy_name != self.policy:
             changes = {"policy": policy_name, "allow": self.policies}
+        if "kv_pin" in asked:
+            changes["pin"] = asked["kv_pin"]
         for key in FLAG_KEYS:
             label = f"kv_{key.key}"
             if label in asked:
@@ -405,6 +423,8 @@ class KVPolicyConfig:
             floor = changes.get("budget_tokens", self.budget_tokens)
             changes["budget_tokens"] = min(floor, changes["ceiling_tokens"])
         config = replace(self, is_checked=True, **changes)
+        if "kv_pin" in asked:
+            config._check_pin("kv_pin")
         config._check_windows(policy_name, prefix="kv_")
         config._check_budget("kv_budget", block_size)
         config._check_ceiling("kv_ceiling", block_size)

@@ -135,6 +135,7 @@ INTEGER_KEYS = (
     ),
 )
 ALWAYS, PRESSURE = "always", "pressure"  # when events come
+NONE, SYSTEM, PROMPT = PINS = "none", "system", "prompt"  # what is pinned of a prompt
 # Keys that are true or false, and fields of the same names.
 SWITCHES = ("spread_events", "report_events", "live", "live_text")
 FLAG_KEYS = tuple(key for key in INTEGER_KEYS if key.is_flag)
@@ -144,7 +145,7 @@ VALID_KEYS = (
     "policy_config",
     "allow",
     "events",
-    "protect_prompt",
+    "pin",
     "trace_dir",
     *SWITCHES,
 )
@@ -169,6 +170,19 @@ def check_switches(values: Mapping[str, Any]) -> None:
         raise ValueError("live_text: got true, expected live to be true as well")
 
 
+def check_pin(key: str, value: Any, of_request: bool = False) -> None:
+    """Raise ValueError unless a value says what is pinned of a prompt.
+
+    None leaves it to the policy, but for a request.
+    """
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    is_number = is_number and 0 <= value <= MOST
+    is_left = value is None and not of_request
+    if not (is_left or is_number or value in PINS):
+        words = ", ".join(map(repr, PINS))
+        raise wrong(key, value, f"{words} or a number of tokens")
+
+
 def trace_folder(value: Any) -> str | None:
     """Return the folder of a trace, with the user's own in place of a leading ~.
 
@@ -191,7 +205,7 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ValueError: a key begins like ours and is unknown, or the server's alone.
     """
-    known = ("kv_policy", *(f"kv_{key.key}" for key in FLAG_KEYS))
+    known = ("kv_policy", "kv_pin", *(f"kv_{key.key}" for key in FLAG_KEYS))
     asked = {}
     for key, value in (extra_args or {}).items():
         if key in known:

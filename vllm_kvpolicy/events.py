@@ -160,6 +160,7 @@ class Footprint:
         keeps_all: events may keep everything, as without a budget.
         window_blocks: superblocks that are borrowed for the queries that an event
             reads, from the step that computes the first of them to the event.
+        pinned: first superblocks, which no event touches; the budget counts them, too.
     """
 
     events: EventPlan
@@ -167,6 +168,7 @@ class Footprint:
     block_size: int
     keeps_all: bool = False
     window_blocks: int = 0
+    pinned: int = 0
 
     @cached_property
     def window_tokens(self) -> int:
@@ -181,7 +183,11 @@ class Footprint:
         return (position - self.recent) // self.block_size
 
     def global_blocks(self, position: int, budget: int | None = None) -> int:
-        """Return the superblocks of survivors, by default with the plan's budget."""
+        """Return the superblocks before the frontier: pinned ones and survivors'.
+
+        Args:
+            budget: in tokens, what is pinned included; None for the plan's.
+        """
         budget = self.events.budget if budget is None else budget
         frontier_blocks = self.frontier_blocks(position)
         if self.keeps_all:
@@ -199,7 +205,7 @@ class Footprint:
         Args:
             num_shared: superblocks of a cached prefix that other requests hold too.
                 They cost nothing until the first event, which takes superblocks of its
-                own for what it keeps of them.
+                own for what it keeps of them behind the pinned ones.
         """
         peak, held, frontier = 0, -num_shared, 0
         period = self.block_size * self.events.interval
@@ -210,7 +216,7 @@ class Footprint:
             before = held + -(-position // self.block_size) - frontier
             peak = max(peak, before + self.window_blocks)
             frontier = self.frontier_blocks(position)
-            held = self.global_blocks(position)
+            held = self.global_blocks(position) - min(num_shared, self.pinned)
             position = self.events.next_event(position + 1)
         end = min(num_tokens, position)
         window = self.window_blocks if end > position - self.window_tokens else 0

@@ -20,6 +20,7 @@ class LLM(vllm.LLM):
         kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
             share of a request.
         kv_events: "pressure", the default, or "always": when requests are cut.
+        kv_pin: "none", "prompt" or a number of tokens: what stays of prompts.
         kv_policy_config: options of the policy.
         additional_config: vLLM's own; values given here as keywords win over it.
         **kwargs: everything else that vLLM's `LLM` takes.
@@ -39,6 +40,7 @@ class LLM(vllm.LLM):
         kv_recent: int | None = None,
         kv_sinks: int | None = None,
         kv_events: str | None = None,
+        kv_pin: str | int | None = None,
         kv_policy_config: dict[str, Any] | None = None,
         additional_config: dict[str, Any] | None = None,
         **kwargs: Any,

@@ -18,16 +18,19 @@ class CompactEvent:
         ordinal: 0 for the request's first event, counting again after a preemption.
         position: p, tokens computed before this step.
         frontier_blocks: the new F / N; tokens at and above F are local.
-        budget: K in tokens, protected prompt included.
-        sinks: first tokens that are always kept, protected prompt included.
+        budget: tokens per KV head that are kept behind the pinned ones.
+        sinks: first tokens behind the pinned ones that are always kept.
         prompt_tokens: length of the prompt.
         num_global: number of leading `source_blocks` that already hold survivors of the
             previous event; under a dynamic policy the last of them may be empty. The
             others were local until now.
-        source_blocks: superblocks of all tokens below F, in time order.
+        source_blocks: superblocks of all tokens below F behind the pinned ones, in time
+            order.
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.
         local_blocks: superblocks of the tokens at and above F.
+        pinned_blocks: first superblocks of the prompt, which stay as they are and are
+            not part of the event; others may use them, too.
         window_blocks: superblocks with the newest queries, which the event gives back,
             so that they may be destinations, too; none where it reads no queries.
     """
@@ -45,6 +48,7 @@ class CompactEvent:
     source_blocks: tuple[int, ...]
     dest_blocks: tuple[int, ...]
     local_blocks: tuple[int, ...]
+    pinned_blocks: tuple[int, ...] = ()
     window_blocks: tuple[int, ...] = ()
 
     @property

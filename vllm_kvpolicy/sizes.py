@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig, own_config
-from vllm_kvpolicy.config_keys import LEAST_AUTO, PRESSURE
+from vllm_kvpolicy.config_keys import LEAST_AUTO, NONE, PRESSURE
 from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
 
 AUTO_STEP = 64  # tokens, of which a budget of AUTO is a multiple
@@ -257,8 +257,8 @@ def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     longest = vllm_config.model_config.max_model_len
     may_keep_all = any(each.info.keeps_all for each in config.all_resolved)
     may_keep_all |= config.events == PRESSURE
-    if not (may_keep_all or config.may_protect_prompt):
-        longest = min(longest, config.budget_tokens)
+    if not may_keep_all:  # and the rest of a superblock that is pinned in part
+        longest = min(longest, config.budget_tokens + block_size - 1)
     return -(-longest // block_size)
 
 
@@ -267,8 +267,8 @@ def max_blocks_per_request(
 ) -> int:
     """Return the most superblocks that a request with the server's policy may hold.
 
-    What vLLM wants free at start-up. A request that asks for more by `kv_policy`, a
-    protected prompt or the full KV cache, is refused where the pool cannot hold it.
+    What vLLM wants free at start-up. A request that takes more, because it pins tokens
+    or asks for another `kv_policy`, is refused where the pool cannot hold it.
 
     Args:
         longest: most tokens of a request; None for max_model_len.
@@ -276,7 +276,7 @@ def max_blocks_per_request(
     block_size = vllm_config.cache_config.block_size
     longest = longest or vllm_config.model_config.max_model_len
     footprint = config.footprint(1, block_size, query_rows(vllm_config))
-    if config.resolved().info.keeps_all or config.protects_prompt:
+    if config.resolved().info.keeps_all:
         return -(-longest // block_size) + footprint.window_blocks
     return worst_case_blocks(
         longest,
@@ -347,14 +347,16 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     if config.events == PRESSURE:
         most = vllm_config.scheduler_config.max_num_seqs
         is_high = fit < most and not config.is_auto
+        is_pinned = config.pins not in (NONE, 0)
         advice = "; others are preempted or wait: a lower --kv-budget, or `auto`, helps"
         return (
             f"KV policy {config.policy}: events when the pool runs short, none below "
             f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}; "
             f"the pool of {num_blocks - 1} blocks fits {fit_whole} requests of "
-            f"{max_model_len} tokens uncut ({whole} blocks each), or {fit} that are cut "
-            f"so far ({held} each); with {most} at once (--max-num-seqs) nobody is "
-            f"ever cut in a pool of {most * whole} blocks{advice * is_high}"
+            f"{max_model_len} tokens uncut ({whole} blocks each), or {fit} that are "
+            f"cut so far ({held} each{', and what is pinned' * is_pinned}); with "
+            f"{most} at once (--max-num-seqs) nobody is ever cut in a pool of "
+            f"{most * whole} blocks{advice * is_high}"
         )
     return (
         f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "

@@ -67,7 +67,7 @@ def _config_of(line: Line, settings: Line) -> KVPolicyConfig:
             "policy": policy,
             "budget": line["budget"],
             "interval": line["interval"],
-            "protect_prompt": keeps if keeps or settings["evict_prompts"] else None,
+            "pin": "prompt" if keeps else "none" if settings["evict_prompts"] else None,
             "policy_config": options_of((policy,), variant, settings),
             "spread_events": False,  # as in `servers`
         }

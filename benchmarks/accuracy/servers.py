@@ -124,8 +124,7 @@ class Setup:
             words += ["--kv-interval", str(self.interval), "--kv-events", args.events]
             words += ["--kv-policy-config", json.dumps(config)]
             if args.evict_prompts or args.keep_prompts:
-                additional = {"kv_policy": {"protect_prompt": args.keep_prompts}}
-                words += ["--additional-config", json.dumps(additional)]
+                words += ["--kv-pin", "prompt" if args.keep_prompts else "none"]
         return words + shlex.split(args.serve_args)
 
 

@@ -129,10 +129,12 @@ def make_enter_requests(size: Size, draw: Draw) -> Arguments:
     return {
         "index": draw.order(slots)[: size.events],
         "dest": draw.integers(0, 2**20, size.events, blocks_of(size)),
-        "frontier": draw.integers(0, 2**20, size.events),
+        "frontier": draw.integers(2**10, 2**20, size.events),
+        "pins": draw.integers(0, 2**10, size.events),
         "global_blocks": draw.integers(0, 9, slots, blocks_of(size) + 3).int(),
         "num_global": draw.integers(0, 9, slots).int(),
-        "frontier_blocks": draw.integers(0, 9, slots).int(),
+        "skip": draw.integers(0, 9, slots).int(),
+        "pinned": draw.integers(0, 9, slots).int(),
     }
 
 

@@ -35,7 +35,7 @@ WITH_POOL = (
 MUTATED = {
     "compact_pages": ("pages",),
     "enter_page_lists": ("table_pages", "table_first"),
-    "enter_requests": ("global_blocks", "num_global", "frontier_blocks"),
+    "enter_requests": ("global_blocks", "num_global", "skip", "pinned"),
     "head_page_tables": ("tables", "offsets"),
     "page_bounds": ("bounds",),
     "until_attention": ("output",),

@@ -12,8 +12,9 @@ def make_page_tables(size: Size, draw: Draw) -> Arguments:
     rows, slots, columns = 8 * size.events + 1, 4 * size.events, 2 * size.row_pages
     most = -(-size.budget // size.page)
     num_global = draw.integers(0, most + 1, slots)
-    frontier = num_global + draw.integers(0, columns - most - 1, slots)
-    num_global[0] = frontier[0] = 0
+    skip = num_global + draw.integers(0, columns - most - 1, slots)
+    pinned = draw.integers(0, 3, slots)
+    num_global[0] = skip[0] = pinned[0] = 0
     slot = draw.integers(0, slots, rows)
     local = draw.integers(1, 2 * size.page, rows)
     return {
@@ -21,10 +22,11 @@ def make_page_tables(size: Size, draw: Draw) -> Arguments:
         "lengths": draw.integers(0, 2**20, rows).int(),
         "rows": slot,
         "block_table": draw.integers(0, 2**20, rows, columns + 3).int(),
-        "seq_lens": (frontier[slot] * size.page + local).int(),
+        "seq_lens": ((skip + pinned)[slot] * size.page + local).int(),
         "global_blocks": draw.integers(0, 2**20, slots, most).int(),
         "num_global": num_global.int(),
-        "frontier_blocks": frontier.int(),
+        "skip": skip.int(),
+        "pinned": pinned.int(),
         "block_size": size.page,
     }
 
@@ -60,6 +62,7 @@ def make_head_page_tables(size: Size, draw: Draw) -> Arguments:
         "slots": draw.integers(0, slots, len(changed)),
         "blocks": draw.integers(0, 2**20, batch, columns + 3).int(),
         "skip": draw.integers(0, columns, slots).int(),
+        "pinned": draw.integers(0, 3, slots).int(),
         "pages": draw.integers(0, 2**30, slots, int(first.max()) + 1).int(),
         "first": first.int(),
         "own_page": draw.integers(0, 2**20, num_heads),

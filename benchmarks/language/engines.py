@@ -194,7 +194,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
     if settings.as_served:
         blocks *= 2
     else:
-        own = {"prefill_interval": engine.interval, "protect_prompt": False}
+        own = {"prefill_interval": engine.interval, "pin": "none"}
         options["spread_events"] = False
     llm = LLM(
         str(settings.model),

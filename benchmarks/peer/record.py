@@ -147,7 +147,7 @@ def kept_of(line: Line, settings: Line) -> list[int]:
         raise ValueError(f"policy: got {line['policy']!r}, expected a word of ours")
     block, prompt = settings["block_size"], line["prompt_tokens"]
     config = {name: line[name] for name in ("policy", "budget", "interval")}
-    config["protect_prompt"] = False
+    config["pin"] = "none"
     config["policy_config"] = options_of((line["policy"],), "", settings)
     config["spread_events"] = False  # the answers come from servers without
     plan = KVPolicyConfig.from_dict(config).footprint(prompt, block, query_rows=1)

@@ -383,9 +383,7 @@ def request(prompt_tokens=10, max_tokens=20, resumable=False, **extra_args):
     )
 
 
-PROTECTING = KVPolicyConfig(
-    "tova", 128, 64, prefill_interval_tokens=64, protect_prompt=True
-)
+PINNING = KVPolicyConfig("tova", 128, 64, prefill_interval_tokens=64, pin="prompt")
 
 
 PLAIN = KVPolicyConfig("tova", 128, 64)
@@ -407,7 +405,7 @@ def test_good_requests_pass(small_pool):
     assert check(request(), small_pool) is None
     assert check(request(kv_budget=96), small_pool) is None
     assert check(request(56, 200, kv_policy="none"), small_pool) is None
-    assert check(request(100), small_pool, PROTECTING) is None
+    assert check(request(100), small_pool, PINNING) is None
 
 
 @pytest.mark.parametrize(
@@ -420,9 +418,9 @@ def test_good_requests_pass(small_pool):
             "or leave out kv_policy 'none'$",
         ),
         (
-            PROTECTING,
+            PINNING,
             request(200, 120),
-            r"'tova' .* 10 superblocks .* at most 8, .* or shorten the prompt, ",
+            r"'tova' .* 10 superblocks .* at most 8, .* or kv_pin, or shorten the ",
         ),
         (
             PLAIN,
@@ -435,7 +433,7 @@ def test_good_requests_pass(small_pool):
             "shorten the prompt: this policy keeps every token$",
         ),
     ],
-    ids=["full cache", "protected prompt", "prompt read whole", "selection"],
+    ids=["full cache", "pinned prompt", "prompt read whole", "selection"],
 )
 def test_what_is_larger_than_the_pool_is_refused_with_advice(
     small_pool, config, asked, message

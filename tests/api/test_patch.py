@@ -122,26 +122,6 @@ def test_a_finished_config_names_our_classes(policy_config):
     assert policy_config.cache_config.enable_prefix_caching is True
 
 
-@pytest.mark.parametrize(
-    ("values", "blocks"),
-    [
-        ({"policy": "rpc"}, 4096 // 32 + 1),  # and the queries of its window
-        ({"policy": "tova", "protect_prompt": True}, 4096 // 32 + 1),
-        ({"policy": "rpc", "protect_prompt": False}, None),
-        ({"policy": "tova"}, None),
-    ],
-)
-def test_prompts_that_are_kept_whole_are_told(tiny_model, policy_log, values, blocks):
-    """vLLM's error about a KV cache that is too small does not speak of them."""
-    args = engine_args(tiny_model, additional_config={"kv_policy": values})
-    args.create_engine_config()
-    told = policy_log.messages
-    lines = [line for line in told if "prompts are kept whole" in line]
-    assert len(lines) == (blocks is not None)
-    for line in lines:
-        assert f"--max-model-len 4096 may need {blocks} superblocks" in line
-
-
 def finished(monkeypatch, count=1, rank=0):
     """Return a config as `finish` leaves it in one of several API processes."""
     config = SimpleNamespace(

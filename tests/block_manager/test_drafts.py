@@ -110,7 +110,7 @@ TOO_SMALL: list[tuple[Values, str]] = [
     ),
     # The prompt has a token at least, which counts on top.
     (
-        {"policy": "tova", "budget": 22, "protect_prompt": True},
+        {"policy": "tova", "budget": 22, "pin": "prompt"},
         "budget: got 22, expected at least 23",
     ),
 ]
@@ -146,7 +146,7 @@ def test_a_budget_below_the_drafts_is_refused(
     [
         {"policy": "tova", "budget": 24},
         {"policy": "local", "recent": 6, "sinks": 2},
-        {"policy": "tova", "budget": 23, "protect_prompt": True},
+        {"policy": "tova", "budget": 23, "pin": "prompt"},
     ],
 )
 def test_as_much_as_the_drafts_will_do(model: ModelConfig, values: Values) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
@@ -66,6 +68,9 @@ class Run:
         events: request, position and budget of each.
         computed: by step, how many tokens of each request had been computed then.
         dropped: tokens per KV head that events dropped, of all requests.
+        pinned: superblocks that events left alone; several lists where they differ.
+        most: requests at once.
+        cached: superblocks in the prefix cache at the end.
     """
 
     steps: int = 0
@@ -75,6 +80,9 @@ class Run:
     events: list[tuple[str, int, int]] = field(default_factory=list)
     computed: list[dict[str, int]] = field(default_factory=list)
     dropped: int = 0
+    pinned: set[tuple[int, ...]] = field(default_factory=set)
+    most: int = 0
+    cached: set[int] = field(default_factory=set)
 
     @property
     def cost(self) -> int:
@@ -100,13 +108,19 @@ def serve(
             more urgent than the others.
     """
     scheduler, run, late = make_scheduler(scenario, model), Run(), dict(urgent or {})
+    hasher = None
+    if scenario.caching:
+        init_none_hash(sha256)
+        hasher = get_request_block_hasher(SIZE, sha256)
     last_event: dict[str, tuple[int, int]] = {}
 
     def add(number: int) -> None:
+        alone = [10 + number] * (SIZE if scenario.caching else 0)
         scheduler.add_request(
             Request(
                 request_id=f"r{number}",
-                prompt_token_ids=[5] * prompts[number],
+                prompt_token_ids=[5] * (prompts[number] - len(alone)) + alone,
+                block_hasher=hasher,
                 sampling_params=SamplingParams(
                     max_tokens=answers[number],
                     ignore_eos=not may_stop,
@@ -131,6 +145,8 @@ def serve(
         for event in output.kv_policy_commands.events:
             run.events.append((event.request_id, event.position, event.budget))
             last_event[event.request_id] = event.position, event.budget
+            run.pinned.add(event.pinned_blocks)
+        run.most = max(run.most, len(scheduler.running))
         names = list(output.num_scheduled_tokens)
         requests = [scheduler.requests[name] for name in names]
         run.computed.append(
@@ -148,6 +164,8 @@ def serve(
             sampled_token_ids=sampled,
         )
         scheduler.update_from_output(output, result)
+    pool = scheduler.kv_cache_manager.block_pool
+    run.cached = {each.block_id for each in pool.blocks if each.block_hash is not None}
     scheduler.shutdown()
     run.dropped = sum(position - budget for position, budget in last_event.values())
     return run
@@ -178,6 +196,41 @@ def test_steps_do_without_system_calls(
     watched = replace(MIX, policy={**MIX.policy, "live": True}, pool=1000)
     assert serve(watched, model_config, [40] * 3, [400] * 3).steps >= 400
     assert len(calls) < 200  # as it starts, and where a request ends
+
+
+@pytest.mark.parametrize("may_stop", [False, True])
+@pytest.mark.parametrize("events", ["always", "pressure"])
+def test_pinned_superblocks_count_once_and_stay_cached(
+    model_config: ModelConfig, events: str, may_stop: bool
+) -> None:
+    """Seven come while the first runs, which ends before them, and all fit at once.
+
+    10 superblocks are pinned; each request holds about 6 behind them.
+    """
+    policy = {**MIX.policy, "pin": 10 * SIZE, "events": events, "interval": 32}
+    scenario = replace(MIX, policy=policy, caching=True, pool=60, max_batched=512)
+    prompts, answers = [11 * SIZE] * 8, [150, *[280] * 7]
+    late = dict.fromkeys(range(1, 8), 3)
+    run = serve(scenario, model_config, prompts, answers, late, may_stop)
+    assert (run.preemptions, run.most) == (0, 8)
+    assert run.steps < 290
+    (pinned,) = run.pinned
+    assert len(pinned) == 10 and run.cached >= set(pinned)
+    floor = scenario.policy["budget"]
+    budgets = {budget for *_, budget in run.events}
+    assert min(budgets) >= floor and (budgets == {floor}) == (events == "always")
+
+
+def test_pinned_superblocks_are_shared_longer_than_was_expected(
+    model_config: ModelConfig,
+) -> None:
+    """Answers of unknown length are expected to have 256 tokens, and have 340."""
+    scenario = replace(
+        MIX, policy={**MIX.policy, "pin": 8 * SIZE}, caching=True, pool=118
+    )
+    late = dict.fromkeys(range(1, 8), 9)
+    run = serve(scenario, model_config, [9 * SIZE] * 8, [340] * 8, late, may_stop=True)
+    assert (run.events, run.preemptions, run.most) == ([], 0, 8)
 
 
 def test_a_mix_that_does_not_fit_takes_no_longer_than_with_room(

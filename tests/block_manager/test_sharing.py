@@ -16,6 +16,7 @@ from support.request_plans import request_plan
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.forecast import held_levels
 from vllm_kvpolicy.block_manager.manager import Turnover
+from vllm_kvpolicy.block_manager.sharing import Shared
 from vllm_kvpolicy.events import EventPlan, Footprint
 
 PROMPT = replace(PLAN, prompt_len=FIRST)  # 104 tokens, 6 full superblocks, an event
@@ -215,8 +216,8 @@ def test_an_urgent_request_does_not_rely_on_what_less_urgent_ones_hold():
     prefix = engine.manager.req_to_blocks["low"][:6]
     admission = Entry(engine.planner, engine.manager, 500, 100, late_steps=0)
     for leaving, expected in (((), 6), (("low",), 4), (("low", "other"), 0)):
-        admission.note_hit("new", prefix, frozenset(leaving))
-        assert admission._shared["new"][0] == expected
+        admission.shared.note_hit("new", prefix, frozenset(leaving))
+        assert admission.shared.by_request["new"].count == expected
 
 
 @pytest.mark.parametrize("speed", [1, 2, 5])
@@ -228,7 +229,8 @@ def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: in
     admission = Entry(
         engine.planner, engine.manager, 500, 100, late_steps=0, num_drafts=drafts
     )
-    admission._shared["b"] = shared, 1000  # others keep it for long
+    # Others keep it for long.
+    admission.shared.by_request["b"] = Shared(shared, 1000)
     request = make_request("b", list(range(80)))
     request.max_tokens = 60
     assert admission.admits(request, 64, 16)
@@ -248,7 +250,7 @@ def test_a_booking_counts_a_prefix_no_longer_than_to_the_soonest_event(speed: in
             assert held <= levels[step], (step, token)
     assert computed + drafts > event
     # Others account for what is shared as long as no event can have come.
-    del admission._shared["b"]
+    del admission.shared.by_request["b"]
     alone, _ = admission._levels(request, state, 64, 16)
     counted = [int(level) for level in alone - levels]
     num_steps = event - N - 80 + 1

@@ -158,7 +158,7 @@ def test_tables_far_apart() -> None:
     assert torch.equal(tables, expected) and torch.equal(*lengths)
 
 
-@pytest.mark.parametrize("place", range(8))
+@pytest.mark.parametrize("place", range(9))
 def test_other_tables_are_refused(place: int) -> None:
     given = [
         torch.zeros(3, 9, dtype=torch.int32),

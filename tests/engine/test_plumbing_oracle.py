@@ -132,9 +132,6 @@ def plumbing(decoder: ReferenceDecoder, served: Served, result: Result) -> Repor
     """Return what the oracle says about a request."""
     config = served.config.with_request(result.job.extra_args, 32)
     assert config is not None
-    if config.protects_prompt:
-        prompt = len(result.job.prompt)
-        config = replace(config, budget_tokens=config.budget_tokens + prompt)
     report, options = Report(), config.resolved().options
     decoder = served.decoder(decoder, result.job.name)
     check_plumbing(decoder, result, config, options, 32, report)

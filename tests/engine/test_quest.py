@@ -25,7 +25,12 @@ if sweeps.every_name:
 
 
 def serve(
-    model: Path, folder: Path, names: list[str], read: int, num_blocks: int = 400
+    model: Path,
+    folder: Path,
+    names: list[str],
+    read: int,
+    num_blocks: int = 400,
+    pin: str | int = "none",
 ) -> Run:
     """Run a server that offers policies, the first one by default."""
     options: dict[str, Any] = {"quest_budget": read}
@@ -36,6 +41,7 @@ def serve(
         options |= {"wgkv_gates": str(path), "wgkv_threshold": 0.5}
     allowed = [name for name in names[1:] if name != "none"]
     policy = {"policy": names[0], "allow": allowed, "policy_config": options, **VALUES}
+    policy["pin"] = pin
     jobs = jobs_of(names, LENGTHS, NUM_TOKENS, prompt_logprobs=True)
     return helpers.serve(model, policy, jobs, folder / "trace", num_blocks, **TIGHT)
 
@@ -57,6 +63,16 @@ def test_queries_read_what_their_scores_choose(
         decoder.check(served.results[f"{name} {length}"])
     print(f"{decoder.unread} pages unread, closest scores {decoder.closest:.1e}")
     assert decoder.choices > 300
+
+
+def test_pinned_pages_are_chosen_like_others(tiny_model: Path, tmp_path: Path) -> None:
+    found = serve(tiny_model, tmp_path, ["snapkv+quest"], READ, pin=100)
+    decoder = QuestDecoder(tiny_model, READ, BLOCK)
+    for length in LENGTHS:
+        result = found.results[f"snapkv+quest {length}"]
+        decoder.check(result)
+    assert {event.pinned for event in result.events} == {100 // BLOCK * BLOCK}
+    assert decoder.choices > 100 and decoder.unread > 100
 
 
 def test_a_budget_for_everything_changes_nothing(

@@ -47,23 +47,28 @@ def test_a_smaller_budget_bounds_that_request(engine: Engine, decoder) -> None:
 
 
 @pytest.mark.parametrize("policy", some(["snapkv", "ams-tova"]))
-def test_a_protected_prompt_stays(
-    tiny_model: Path, tmp_path: Path, decoder, policy: str
+@pytest.mark.parametrize("pin", ["prompt", 100])
+def test_what_is_pinned_stays(
+    tiny_model: Path, tmp_path: Path, decoder, policy: str, pin: str | int
 ) -> None:
-    values = {**VALUES, "policy": policy, "protect_prompt": True, "budget": 96}
-    values["interval"] = 40
+    """In its blocks, and what is left of the last one among the survivors."""
+    values = {**VALUES, "policy": policy, "pin": pin, "budget": 96}
+    values |= {"interval": 40, "report_events": True}
     jobs = make_jobs((50, 130, 310), 190, seed=22)
     for result in serve(tiny_model, values, jobs, tmp_path).results.values():
         assert len(result.events) >= 2
-        prompt = np.arange(len(result.job.prompt))
+        tokens = min(len(result.job.prompt), 310 if pin == "prompt" else 100)
+        whole = tokens // BLOCK * BLOCK
+        said = result.output.kv_transfer_params["kv_policy"]
+        assert said["pinned"] == whole
         for event in result.events:
-            assert event.budget == 96 + len(prompt)
-            globals_ = event.survivors.reshape(-1, event.survivors.shape[-1])
-            for row in globals_:
+            assert (event.pinned, event.budget) == (whole, 96 + tokens - whole)
+            assert event.sinks == max(tokens, 4)
+            for row in event.survivors.reshape(-1, event.survivors.shape[-1]):
+                assert row.min() >= whole
                 held = np.r_[row, np.arange(event.frontier, event.position)]
-                assert np.isin(prompt, held).all()
-        config = config_of(values)
-        check_selection(decoder, result, config, BLOCK, Report())
+                assert np.isin(np.arange(whole, tokens), held).all()
+        check_selection(decoder, result, config_of(values), BLOCK, Report())
         check_replay(decoder, result)
 
 

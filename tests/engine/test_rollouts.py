@@ -25,7 +25,7 @@ from support.tiny_model import make_tiny_model
 LENGTHS = (40, 150, 300)
 VALUES: dict[str, Any] = {"budget": 96, "interval": 40, "prefill_interval": 128}
 # `epikv` has modules of its own in the model's layers.
-SERVER = {"policy": "ams-tova", "allow": ["epikv"], "protect_prompt": False, **VALUES}
+SERVER = {"policy": "ams-tova", "allow": ["epikv"], "pin": "none", **VALUES}
 IDENTITY = {"policy": "identity", **VALUES}
 NAMES = ("ams-tova", "epikv", "none")
 RUBBISH = 3.0  # not NaN, which stock kernels read behind the last token, too

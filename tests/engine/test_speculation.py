@@ -83,9 +83,9 @@ def plain(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory):
             name,
             repetitive(7000 + number, (120, 180, 300)[number % 3]),
             # Where the prompt is kept, the budget comes behind it.
-            200 if parse(name).protect_prompt else 120,
+            200 if parse(name).pins_prompt else 120,
             extra_args={"kv_policy": name}
-            | ({"kv_budget": 80} if parse(name).protect_prompt else {}),
+            | ({"kv_budget": 80} if parse(name).pins_prompt else {}),
         )
         for number, name in enumerate(ALL)
     ]

@@ -45,8 +45,9 @@ def test_enter_requests_and_lists() -> None:
     by = draw(0)
     index, dest = order(SLOTS, (EVENTS,), by), order(BLOCKS, (EVENTS, DEST), by)
     tables = [integers(0, 9, shape, by).int() for shape in ((SLOTS, 9), (SLOTS,))]
-    tables.append(tables[1] + 1)
-    check_tables(enter_requests, tables, index, dest, dest[:, 0], last=True)
+    tables += [tables[1] + 1, tables[1] + 2]
+    numbers = dest[:, 0], dest[:, 1]
+    check_tables(enter_requests, tables, index, dest, *numbers, last=True)
     quota = integers(0, 5, (EVENTS, NUM_HEADS), by)
     pages = order(99, (EVENTS, 30), by)
     tables = [integers(0, 9, (SLOTS, size), by).int() for size in (40, NUM_HEADS + 1)]

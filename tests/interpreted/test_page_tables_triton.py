@@ -67,6 +67,7 @@ def test_rows_of_every_head(
         draw(slots, rows).long(),
         draw(20, batch, columns),
         skip,
+        draw(4, slots),
         draw(2**30, slots, int(counts.sum(-1).max()) + 1),
         torch.nn.functional.pad(counts.cumsum(-1), (1, 0)).int(),
         own_page,

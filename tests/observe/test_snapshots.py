@@ -37,6 +37,7 @@ def scheduler_of(computed, waiting=0):
         is_uncut=False,
         ordinal=2,
         dropped_tokens=3 * SIZE,
+        pinned_tokens=SIZE,
         frontier_blocks=5,
         global_blocks=2,
     )
@@ -104,6 +105,7 @@ def test_a_snapshot_has_the_pool_and_what_stock_would_hold(look):
     assert last["id"] == "w1" and not last["running"]
     floors = [(row["floor"], row["uncut"]) for row in (first, second)]
     assert floors == [(None, False), (None, True)]
+    assert [row["pinned"] for row in (first, second)] == [SIZE, 0]
 
 
 def test_a_request_whose_events_are_called_for_has_a_floor(look):

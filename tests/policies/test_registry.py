@@ -62,7 +62,7 @@ def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -
     info = registry.parse(name)
     assert info.name == name
     assert info.is_test == info.keeps_all == (name in TESTS)
-    assert info.protect_prompt == name.endswith(("rpc", "epikv"))
+    assert info.pins_prompt == name.endswith(("rpc", "epikv"))
     policy = build(name)
     assert callable(policy.decide)
     assert policy.dynamic == info.is_dynamic({})
@@ -196,7 +196,7 @@ def test_a_selection_stands_behind_what_it_reads(front: str) -> None:
     assert behind.name == f"{front}+quest" and behind.is_ragged({})
     assert before.selection is None and behind.selection is not None
     assert behind.parts == (*before.parts, SELECTIONS["quest"])
-    same = "whole", "scorer", "allocator", "admission", "protect_prompt"
+    same = "whole", "scorer", "allocator", "admission", "pins_prompt"
     same += "keeps_all", "is_unbounded", "fixed_keys", "placement"
     for name in same:
         assert getattr(behind, name) == getattr(before, name), name

@@ -42,7 +42,7 @@ def test_the_default_is_the_packaged_model_with_a_policy():
         (["--policy", "ams-tova", "--", "--kv-live"], True),
         (["--policy", "ams-tova", "--", "--kv_events", "always"], False),
         (["--policy", "ams-tova", "--", "--additional-config={}"], False),
-        (["--policy", "rpc"], False),  # keeps prompts
+        (["--policy", "rpc"], True),
         (["--policy", "quest"], False),  # keeps all
         (["--budget", "384"], False),
     ],

@@ -118,6 +118,8 @@ def test_dashboard_and_alerts_read_series_that_are_there(server):
         ({"kv_bugdet": 64}, ["'kv_bugdet'", "kv_budget"]),
         ({"kv_\ud800": 64}, ["'kv_\\ud800'", "kv_budget"]),
         ({"kv_sinks": "\ud800"}, ["kv_sinks: got '\\ud800'", "integer"]),
+        ({"kv_pin": "all"}, ["kv_pin: got 'all'", "'system'", "a number of tokens"]),
+        ({"kv_pin": "system"}, ["kv_pin: got 'system'", "no chat template"]),
         ({"kv_policy_engine": "../x"}, ["'kv_policy_engine'", "kv_budget"]),
     ],
 )
@@ -127,6 +129,26 @@ def test_bad_knobs_are_client_errors(server, knobs, words, stream):
     assert answer.status_code == 400, answer.text
     message = answer.json()["error"]["message"]
     assert [word for word in words if word not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("pin", "tokens"),
+    [("system", 8 + 150 + 1 + 6), ("prompt", 8 + 150 + 1 + 6 + 40 + 1 + 11), (70, 70)],
+)
+def test_a_chat_says_what_it_has_pinned(server, pin, tokens):
+    """The template writes `system: ...`, a line of its own, and then `user: `."""
+    body = {"model": "tiny", "max_tokens": 300, "ignore_eos": True}
+    body |= {"vllm_xargs": {"kv_pin": pin}}
+    system, user = "You are " + 71 * "it", "Why?" + 18 * "ab"
+    body["messages"] = [
+        {"role": "system", "content": system},
+        {"role": "user", "content": user},
+    ]
+    answer = post(server, "chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    said = answer.json()["kv_transfer_params"]["kv_policy"]
+    assert said["pinned"] == tokens // BLOCK * BLOCK
+    assert len(said["dropped"]) > 1
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -119,7 +119,7 @@ def test_every_name_answers(served: Served) -> None:
 @pytest.mark.slow
 def test_every_name_has_events(served: Served) -> None:
     # A prompt that is kept comes on top of the budget: one event less.
-    least = {n: MIN_EVENTS - parse(n).protect_prompt for n in served.asked}
+    least = {n: MIN_EVENTS - parse(n).pins_prompt for n in served.asked}
     too_few = [n for n in served.asked if served.events[n] < least[n]]
     assert not too_few, served.events
     assert served.events[NO_POLICY] == 0

@@ -62,7 +62,7 @@ def snapshot_record(at: float, requests: list[str]) -> dict[str, Any]:
     row = {"policy": "ams-tova", "running": True, "prompt": 60, "computed": 100}
     row |= {"budget": 64, "interval": 32}
     row |= {"held": 68, "blocks": 3, "events": 1, "returned": 1}
-    row |= {"floor": None, "uncut": False}
+    row |= {"floor": None, "uncut": False, "pinned": 0}
     pool = {"local": 5, "global": 2, "cached": 1, "free": 23, "total": 30, "stock": 9}
     return {
         "kind": "snapshot",

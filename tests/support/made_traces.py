@@ -25,6 +25,7 @@ def make_event(**changes: Any) -> EventRecord:
         "budget": 5,
         "prompt": 8,
         "sinks": 1,
+        "pinned": 0,
         "block_size": 2,
         "held": rows(range(10)),
         "selected": rows([0, 6, 7, 8, 9]),

@@ -19,22 +19,24 @@ def table_arguments(
 
     slots = 7
     num_global = draw(min(most, width) + 1, slots)
-    frontier = num_global + draw(max(columns - most, 1), slots)
-    num_global[0] = frontier[0] = 0
+    skip = num_global + draw(max(columns - most, 1), slots)
+    pinned = draw(min(5, width), slots)
+    num_global[0] = skip[0] = pinned[0] = 0
     return (
         draw(slots, rows).long(),
         draw(10_000, rows, columns),
         draw(50_000, rows) + 16 * columns,
         draw(10_000, slots, most),
         num_global,
-        frontier,
+        skip,
+        pinned,
         16,
     )
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "width", "most"),
-    [(1, 1, 1, 1), (3, 9, 5, 4), (5, 700, 600, 300), (4, 300, 257, 290), (2, 9, 9, 0)],
+    [(1, 1, 1, 1), (3, 9, 5, 4), (5, 700, 600, 300), (4, 300, 257, 290), (2, 9, 9, 1)],
 )
 def test_tables_and_lengths(rows: int, columns: int, width: int, most: int) -> None:
     """As views of larger tensors, as the tables of a batch are."""

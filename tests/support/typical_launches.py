@@ -90,12 +90,13 @@ def _visibility() -> None:
 
 def _page_tables() -> None:
     list_of, table = int32(64), int32(64, 160)
-    per_slot = list_of, list_of
+    per_slot = list_of, list_of, list_of
     for block_size in (16, 32):
         rows = table, list_of, empty(64), table, list_of
         page_tables.page_tables(*rows, table, *per_slot, block_size)
-    page_tables.enter_requests(empty(4), empty(4, 64), empty(4), table, *per_slot)
-    per_head = int32(65), int32(65, 99), int32(65, 257), empty(256)
+    events = empty(4), empty(4, 64), empty(4), empty(4)
+    page_tables.enter_requests(*events, table, *per_slot)
+    per_head = int32(65), int32(65), int32(65, 99), int32(65, 257), empty(256)
     for heads, width in ((8, 160), (1, 4096)):
         tables = int32(32, 64, heads, width + 8)[..., :width]
         rows = tables, int32(32, 64, heads), empty(16), empty(16), int32(64, 512)

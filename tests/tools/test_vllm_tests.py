@@ -81,7 +81,7 @@ def test_what_a_scheduler_holds_for_nobody_is_a_leak(what, tiny_model):
     elif what == "superblock":
         scheduler.kv_policy_manager.req_to_blocks["gone"] = pool.get_new_blocks(1)
     elif what == "booking":
-        scheduler.kv_policy_entry._shared["gone"] = 1, 1
+        scheduler.kv_policy_entry.shared.by_request["gone"] = (1, 1, 0, 0)
     elif what == "count":
         pool.blocks[-1].ref_cnt += 1
     assert bool(leaks.find(scheduler)) == bool(what)

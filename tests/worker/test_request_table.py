@@ -39,7 +39,11 @@ def test_tokens_since_the_last_event_are_the_requests_own() -> None:
     """A new request has the row of one whose event was at another position."""
     table = RequestTable(2, 3, 4, torch.device("cpu"))
     table.positions_cpu[:] = 100
-    first, later = (SimpleNamespace(position=140, ordinal=n) for n in (0, 1))
+    first, later, pinned = (
+        SimpleNamespace(position=140, ordinal=n, pinned_blocks=blocks)
+        for n, blocks in ((0, ()), (1, (7, 8)), (0, (7, 8)))
+    )
+    assert table.fresh_tokens([0], [pinned]) == 140 - 2 * 4
     assert table.fresh_tokens([0], [first]) == 140
     assert table.fresh_tokens([1], [later]) == 40
     assert table.fresh_tokens([1, 0], [later, first]) == 140

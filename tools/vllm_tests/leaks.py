@@ -82,6 +82,7 @@ def _left_over(scheduler: Any) -> list[str]:
     owners = {
         "planner": scheduler.kv_policy_planner,
         "admission": admission,
+        "sharing": admission.shared,
         "forecast": admission.forecast,
         "manager": manager,
     }

@@ -8,7 +8,17 @@ from functools import partial
 from typing import Any
 
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
-from vllm_kvpolicy.config_keys import ALWAYS, FLAG_KEYS, PRESSURE, IntegerKey, shown
+from vllm_kvpolicy.config_keys import (
+    ALWAYS,
+    FLAG_KEYS,
+    NONE,
+    PRESSURE,
+    PROMPT,
+    SYSTEM,
+    IntegerKey,
+    check_pin,
+    shown,
+)
 from vllm_kvpolicy.policies.names import grammar, parse
 
 # Attribute of the parsed command line -> key of the plain form.
@@ -16,6 +26,7 @@ ARGUMENTS = {
     "kv_policy": "policy",
     **{f"kv_{key.key}": key.key for key in FLAG_KEYS},
     "kv_events": "events",
+    "kv_pin": "pin",
     "kv_policy_config": "policy_config",
     "kv_live": "live",
 }
@@ -52,6 +63,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{ALWAYS}: every request is cut to its budget at positions that follow from "
         f"the request alone (default: {PRESSURE}; {ALWAYS} with a preset, or without "
         "a scorer).",
+    )
+    add(
+        "--kv-pin",
+        metavar="WHAT",
+        type=_pin,
+        help="First tokens of each prompt that stay where they are, shared and cached; "
+        f"the budget counts what is kept behind them: {SYSTEM} for system messages and "
+        f"tools of a chat, {PROMPT} for all, a number of tokens, or {NONE} "
+        f"(default: {NONE}; {PROMPT} with rpc and epikv).",
     )
     add(
         "--kv-policy-config",
@@ -127,6 +147,15 @@ def _integer(key: IntegerKey) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
+
+
+def _pin(text: str) -> str | int:
+    value = int(text) if text.isascii() and text.isdigit() else text
+    try:
+        check_pin("kv_pin", value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
 
 
 def _json_object(text: str) -> dict[str, Any]:

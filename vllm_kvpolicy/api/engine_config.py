@@ -30,7 +30,7 @@ from vllm_kvpolicy.observe.shared_files import (
 )
 from vllm_kvpolicy.observe.trace_files import check_trace
 from vllm_kvpolicy.policies.names import ADMISSIONS, OWN_MODELS, models_of
-from vllm_kvpolicy.sizes import check_drafts, max_blocks_per_request, settled
+from vllm_kvpolicy.sizes import check_drafts, settled
 
 logger = init_logger("vllm.kv_policy")
 
@@ -118,7 +118,6 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         if compat.is_first_process(engine_args):
             remove_files_at_exit(vllm_config.instance_id)
             check_files(config, vllm_config)
-            _tell_protected(vllm_config, config)
 
 
 def finish_stock(vllm_config: Any, is_command: bool) -> None:
@@ -265,22 +264,6 @@ def _tell_evidence() -> None:
     if compat.minor_release(version) != compat.TESTED_VLLM:
         evidence = compat.release_of(version).evidence
         logger.warning("KV policy: vLLM %s was %s", version, evidence)
-
-
-def _tell_protected(vllm_config: Any, config: KVPolicyConfig) -> None:
-    """Say what prompts that are kept whole may take.
-
-    vLLM's error about a KV cache that is too small for a request does not.
-    """
-    if config.protects_prompt:
-        logger.info(
-            "KV policy: prompts are kept whole, on top of the budget, so a request of "
-            "--max-model-len %d may need %d superblocks; a smaller --max-model-len, or "
-            "protect_prompt: false in --additional-config '{\"kv_policy\": {...}}', "
-            "needs fewer",
-            vllm_config.model_config.max_model_len,
-            max_blocks_per_request(vllm_config, config),
-        )
 
 
 def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:

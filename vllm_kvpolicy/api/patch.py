@@ -10,11 +10,19 @@ methods of single objects are replaced where they are used, in `block_manager` a
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from vllm.usage.usage_lib import UsageContext
 
-from vllm_kvpolicy.api import cli, engine_config, engines, live, request_guards
+from vllm_kvpolicy.api import (
+    cli,
+    engine_config,
+    engines,
+    live,
+    pins,
+    request_guards,
+)
 from vllm_kvpolicy.api import patch_table as table
 from vllm_kvpolicy.config import has_policy
 from vllm_kvpolicy.observe.metrics import exposition, register
@@ -78,6 +86,7 @@ def _with_policy(original: Callable) -> Callable:
             if serves_http and engine_config.is_counted(vllm_config):
                 _wrap(table.ATTACH_METRICS, _with_counters)
             return vllm_config
+        pins.check_server(config, vllm_config, serves_http or runs_batch)
         engine_config.finish(self, vllm_config, config)
         _wrap(table.PROCESS_INPUTS, _with_request_check)
         _wrap(table.ENGINE_READY, _with_engine_check)
@@ -94,6 +103,7 @@ def _wrap_server() -> None:
     """Wrap what only servers and batches use."""
     _wrap(table.ATTACH_METRICS, _with_counters)
     _wrap(table.GENERATE, _with_early_check)
+    _wrap(table.PREPROCESS_CHAT, _with_system_pin)
     _wrap(table.RESPONSES, _with_early_response_check)
     _wrap(table.BEAM_COMPLETION, _with_beam_check)
     _wrap(table.BEAM_CHAT, _with_beam_check)
@@ -129,6 +139,21 @@ def _with_early_check(original: Callable) -> Callable:
         return original(self, prompt, sampling_params, *args, **kwargs)
 
     return generate
+
+
+def _with_system_pin(original: Callable) -> Callable:
+    async def preprocess_chat(
+        self: Any, request: Any, messages: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not pins.wants_system(self.renderer.config, request):
+            return await original(self, request, messages, *args, **kwargs)
+        messages = pins.listed(messages)
+        found = await original(self, request, messages, *args, **kwargs)
+        render = partial(original, self, request)
+        await pins.pin_system(render, request, messages, found[1][0], args, kwargs)
+        return found
+
+    return preprocess_chat
 
 
 def _with_early_response_check(original: Callable) -> Callable:

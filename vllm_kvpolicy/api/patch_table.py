@@ -141,6 +141,13 @@ RESPONSES = Patch(
     "a streamed response calls generate after it has sent its HTTP status",
     "same as for process_inputs",
 )
+PREPROCESS_CHAT = Patch(
+    "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat",
+    "async self request messages default_template default_template_content_format "
+    "default_template_kwargs tool_dicts parser * skip_mm_cache",
+    "a chat template does not tell where system messages and tools end",
+    "vLLM says which tokens of a prompt are of which message",
+)
 PATCHES = (
     ADD_CLI_ARGS,
     FROM_CLI_ARGS,
@@ -148,6 +155,7 @@ PATCHES = (
     PROCESS_INPUTS,
     ENGINE_READY,
     GENERATE,
+    PREPROCESS_CHAT,
     RESPONSES,
     BEAM_COMPLETION,
     BEAM_CHAT,

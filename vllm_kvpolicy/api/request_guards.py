@@ -8,7 +8,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
-from vllm_kvpolicy.config_keys import request_keys
+from vllm_kvpolicy.config_keys import NONE, PROMPT, SYSTEM, request_keys, wrong
 from vllm_kvpolicy.sizes import check_drafts, most_blocks, query_rows, sliding_groups
 
 # What is refused per request and what to change; the documentation lists it.
@@ -18,8 +18,8 @@ REQUEST_REFUSALS = {
         "leave out use_beam_search or the keys: vLLM's beam search drops vllm_xargs"
     ),
     "requests whose peak size exceeds the KV cache pool": (
-        "lower max_tokens or kv_budget, shorten a protected prompt, or do not turn "
-        "the policy off; a server with a smaller prefill_interval fits longer prompts"
+        "lower max_tokens, kv_budget or kv_pin, or do not turn the policy off; a "
+        "server with a smaller prefill_interval fits longer prompts"
     ),
 }
 
@@ -102,7 +102,7 @@ def check_params(
 
     Stock vLLM guarantees at start-up that one request of max_model_len fits. With a
     policy the pool may be smaller; a request that outgrows it, because it switches the
-    policy off or because its prompt is protected, would wait or restart for ever.
+    policy off or because much of it is pinned, would wait or restart for ever.
 
     Args:
         prompt_tokens: length of the prompt, 0 where it is not known yet.
@@ -114,6 +114,11 @@ def check_params(
     block_size = vllm_config.cache_config.block_size
     num_blocks = smallest_pool(vllm_config)
     config = server.with_request(params.extra_args, block_size)
+    if (params.extra_args or {}).get("kv_pin") == SYSTEM:
+        expected = (
+            f"{PROMPT!r} or a number of tokens: no chat template is rendered for it"
+        )
+        raise wrong("kv_pin", SYSTEM, expected)
     if config is not None:
         check_drafts(config, vllm_config, "kv_")
     if num_blocks is None:
@@ -142,8 +147,8 @@ def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
     """Say what else makes a request smaller that runs with `config`."""
     if config is None:
         return "leave out kv_policy 'none'"
-    if config.protects_prompt:
-        return "shorten the prompt, which is kept whole"
+    if config.pins not in (NONE, 0):
+        return "kv_pin, or shorten the prompt: pinned tokens stay"
     info = config.resolved().info
     if info.keeps_all and info.admission is None:
         return "shorten the prompt: this policy keeps every token"

@@ -21,13 +21,11 @@ behind. Requests without a bound (`kv_policy` "none", and policies that may keep
 everything) follow vLLM's rule; what they hold now counts as if they held it for ever.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.claim import Claim
@@ -45,6 +43,7 @@ from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.block_manager.pressure import Pressure
+from vllm_kvpolicy.block_manager.sharing import Sharing
 from vllm_kvpolicy.events import NO_STEP
 from vllm_kvpolicy.sizes import SlidingGroups
 
@@ -87,9 +86,6 @@ class Entry:
     lengths: OutputLengths = field(default_factory=OutputLengths)
     num_held_back: int = 0
     num_waits: int = 0
-    # By request, superblocks of its cached prefix that others held when it entered, and
-    # the step until which these account for them.
-    _shared: dict[str, tuple[int, int]] = field(default_factory=dict)
     # By request, how many of its tokens are expected to be computed.
     _last: dict[str, int] = field(default_factory=dict)
     _running: dict[str, Request] = field(default_factory=dict)
@@ -109,6 +105,8 @@ class Entry:
     def __post_init__(self) -> None:
         self.lengths.unfinished = self._unfinished
         self._claim = Claim(self.manager, self.watermark)
+        known = self.planner, self.manager, self.forecast, self._running, self._last
+        self.shared = Sharing(*known, self.num_drafts)
         self.pressure = Pressure(
             self.planner,
             self.manager,
@@ -147,35 +145,6 @@ class Entry:
                 yield request.num_output_tokens
 
     # -- the life of a request ----------------------------------------------------
-
-    def note_hit(
-        self,
-        request_id: str,
-        blocks: Sequence[KVCacheBlock],
-        leaving: frozenset[str] = NOBODY,
-    ) -> None:
-        """Note how much of a waiting request's cached prefix others account for.
-
-        Those who hold all of it do, until the last of them has its first event or ends.
-
-        Args:
-            leaving: less urgent requests, on which it does not rely.
-        """
-        rows = (self.manager.req_to_blocks.get(each, ()) for each in leaving)
-        less = Counter(each.block_id for row in rows for each in row[: len(blocks)])
-        num_shared = sum(each.ref_cnt > less[each.block_id] for each in blocks)
-        releases = [self.forecast.step]
-        for other in self.forecast.bookings.keys() - leaving if num_shared else ():
-            state = self.planner.states[other]
-            row = self.manager.req_to_blocks.get(other, ())
-            if state.ordinal or len(row) < num_shared:
-                continue
-            if row[num_shared - 1] is blocks[num_shared - 1]:
-                end = min(state.first_event, self._last[other])
-                first = max(state.computed, self._running[other].num_prompt_tokens)
-                num_steps = max(end - first, 0) // (1 + self.num_drafts)
-                releases.append(self.forecast.step + num_steps)
-        self._shared[request_id] = num_shared, max(releases)
 
     def admits(
         self,
@@ -224,8 +193,8 @@ class Entry:
             self._running[request_id] = request
             self._book(request_id, state, levels, offset)
         if leaving:
-            num_shared, _ = self._shared.get(request_id, (0, 0))
-            self._claim.make(request, num_shared, leaving)
+            shared = self.shared.of(request_id)
+            self._claim.make(request, shared.count + shared.pinned, leaving)
         return num_new
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
@@ -239,6 +208,9 @@ class Entry:
         else:
             as_expected = 0 <= computed - step - booking.offset <= self._lead
             as_expected &= computed + num_new <= self._last[request.request_id]
+        if self.shared.is_over(request.request_id):
+            self.shared.look_again(request.request_id)
+            as_expected = False
         if as_expected and step < booking.end:
             return
         state = self.planner.states[request.request_id]
@@ -262,6 +234,7 @@ class Entry:
         if request is None:
             return
         state, computed = self.planner.states[request_id], request.num_computed_tokens
+        self.shared.look_again(request_id)
         known = request.num_tokens + request.num_output_placeholders
         num_new = max(min(known - computed, self.step_tokens), 1)
         levels, offset = self._levels(request, state, computed, num_new)
@@ -276,7 +249,8 @@ class Entry:
     ) -> None:
         self.forecast.book(request_id, levels, offset)
         if self.calls_events:
-            self.pressure.book(request_id, state, levels, offset)
+            pins = self.shared.pins(request_id)
+            self.pressure.book(request_id, state, levels, pins, offset)
 
     def leave(self, request: Request) -> None:
         """Forget a request that has been preempted or has ended; learn from the end."""
@@ -306,8 +280,9 @@ class Entry:
     def _forget(self, request_id: str) -> None:
         self.forecast.cancel(request_id)
         self.pressure.leaves(request_id)
-        for known in (self._shared, self._last, self._running, self._waits):
-            known.pop(request_id, None)
+        known = self.shared.by_request, self._last, self._running, self._waits
+        for each in known:
+            each.pop(request_id, None)
 
     # -- who may enter ------------------------------------------------------------
 
@@ -353,27 +328,23 @@ class Entry:
         """Return whether there is room beside all others at their floors."""
         floor = self.pressure.floor(state, self._last[request.request_id])
         soon = self._soon(state, levels)
-        return self.pressure.fits(request.num_tokens, levels, floor, soon, leaving)
+        pins = self.shared.pins(request.request_id)
+        known = request.num_tokens
+        return self.pressure.fits(known, levels, floor, pins, soon, leaving)
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
         step, bookings = self.forecast.step, self.forecast.bookings
-        rows, shared = self.manager.req_to_blocks.keys(), self._shared.values()
+        rows = self.manager.req_to_blocks.keys()
         is_simple = not leaving and rows <= bookings.keys()
-        is_simple = is_simple and not any(count for count, _ in shared)
+        is_simple = is_simple and not self.shared.has_any
         if is_simple and all(booking.end > step for booking in bookings.values()):
             return 0  # without a look at every superblock
         others = bookings.keys() - leaving
         booked = [name for name in others if bookings[name].end > step]
         foreseen = self.manager.num_held_by(booked)
-        foreseen -= sum(self._discount(name, step) for name in booked)
+        foreseen -= sum(self.shared.discount(name, step) for name in booked)
         return max(staying - foreseen, 0)
-
-    def _discount(self, request_id: str, step: int) -> int:
-        """Return how many superblocks of a request others account for in a step."""
-        num_shared, until = self._shared.get(request_id, (0, 0))
-        has_events = self.planner.states[request_id].ordinal
-        return 0 if has_events or step >= until else num_shared
 
     def _expected(self, request: Request) -> int:
         """Return how many tokens a request will have, prompt and answer."""
@@ -384,6 +355,18 @@ class Entry:
         self, request: Request, state: RequestState, computed: int, num_new: int
     ) -> tuple[np.ndarray, int | None]:
         """Return what a request will hold from this step on, and its offset.
+
+        Less what others account for.
+        """
+        levels, offset = self._own_levels(request, state, computed, num_new)
+        pins = self.shared.pins(request.request_id)[: len(levels)]
+        levels[: len(pins)] -= pins
+        return levels, offset
+
+    def _own_levels(
+        self, request: Request, state: RequestState, computed: int, num_new: int
+    ) -> tuple[np.ndarray, int | None]:
+        """Return the same with all that is pinned.
 
         In how many steps it computes a prompt depends on others. They are counted as if
         it was alone, and what it has held by then as if it kept that.
@@ -408,10 +391,10 @@ class Entry:
             return levels, None
         positions = computed, end, min(last, end + HORIZON)
         levels = computed_levels(footprint, positions, self._ahead, course).copy()
-        num_shared, until = self._shared.get(request.request_id, (0, 0))
+        shared = self.shared.of(request.request_id)
         first_event = state.first_event - self._lead  # as soon as it may come
-        num_before = min(first_event - end + 1, until - self.forecast.step)
-        levels[: max(num_before, 0)] -= num_shared
+        num_before = min(first_event - end + 1, shared.until - self.forecast.step)
+        levels[: max(num_before, 0)] -= shared.count
         if self._sliding.count:
             beside = self.manager.sliding.held(request.request_id)
             levels += window_levels(self._sliding, positions, beside)
@@ -540,7 +523,7 @@ class Entry:
         step = min(max(known - state.computed, 1), self.step_tokens)
         missing = manager.num_needed(request_id, end, step)
         if not (state.ordinal or state.due):
-            shared = manager.num_shared(request_id)
+            shared = max(manager.num_shared(request_id) - state.pinned, 0)
             if shared and state.plan.is_called:
                 own = state.footprint.frontier_blocks(end) - shared
                 shared = min(max(state.num_dest(end) - own, 0), shared)

@@ -209,8 +209,9 @@ class KVPolicySpec(FullAttentionSpec):
 class KVPolicyManager(FullAttentionManager):
     """Keeps vLLM's index-aligned block list, with freed entries null.
 
-    A request's list is indexed by logical position // N. After an event its lowest
-    entries hold the destination blocks and the rest up to the frontier is null.
+    A request's list is indexed by logical position // N. After an event its first
+    entries hold what is pinned and the destination blocks; the rest up to the frontier
+    is null.
 
     Query windows are superblocks of the same pool. A request borrows them in the step
     that computes the first query that its next event reads, and the event returns them.
@@ -271,7 +272,9 @@ class KVPolicyManager(FullAttentionManager):
         state = self.planner.states.get(request_id)
         if state is not None:
             num_tokens = min(num_tokens, state.first_event)
-        if num_tokens // self.block_size <= self.num_cached_block.get(request_id, 0):
+        num_cached = self.num_cached_block.get(request_id, 0)
+        is_whole = self.block_size == self.block_pool.hash_block_size
+        if is_whole and num_tokens // self.block_size <= num_cached:
             return
         stock = super().cache_blocks
         self.offers[0].offer(
@@ -336,6 +339,7 @@ class KVPolicyManager(FullAttentionManager):
         """
         turnover = self._turnover(request_id, state)
         blocks, owned = self.req_to_blocks[request_id], turnover.owned
+        pinned = state.pinned
         frontier = state.footprint.frontier_blocks(state.computed)
         local = blocks[frontier:]
         self.block_pool.free_blocks(reversed(turnover.let_go))
@@ -347,12 +351,14 @@ class KVPolicyManager(FullAttentionManager):
             seed = event_seed(state.ordinal, state.computed)
             dest = self.place(homes, turnover.num_dest, self._take, seed)
         self._give_back(homes, dest)
-        blocks[:frontier] = dest + [self._null_block] * (frontier - len(dest))
+        empty = [self._null_block] * (frontier - pinned - len(dest))
+        blocks[pinned:frontier] = dest + empty
         if self.enable_caching:
             self.offers[0].end(request_id, frontier)
         self.blocks_returned += len(owned) - len(dest)
         self.planner.record(
             request_id,
+            pinned_blocks=_ids(blocks[:pinned]),
             source_blocks=_ids(owned),
             dest_blocks=_ids(dest),
             local_blocks=_ids(local),
@@ -360,11 +366,12 @@ class KVPolicyManager(FullAttentionManager):
 
     def _turnover(self, request_id: str, state: RequestState) -> Turnover:
         """Return what the event of this step takes from the pool and gives back."""
-        blocks = self.req_to_blocks[request_id]
+        blocks, pinned = self.req_to_blocks[request_id], state.pinned
         frontier = state.footprint.frontier_blocks(state.computed)
-        owned = blocks[: state.global_blocks] + blocks[state.frontier_blocks : frontier]
+        known = max(state.frontier_blocks, pinned)
+        owned = blocks[pinned : state.global_blocks] + blocks[known:frontier]
         # After an event that left surplus, fewer may be owned than this one may fill.
-        num_dest = min(state.num_dest(state.computed), len(owned))
+        num_dest = min(state.num_dest(state.computed) - pinned, len(owned))
         return Turnover(owned, num_dest, self.block_pool.is_block_writable)
 
     def give_back_surplus(self, used: UsedBlocks) -> None:

@@ -24,8 +24,8 @@ class RequestPlan:
     Args:
         sinks: first tokens that are always kept.
         takes_hits: the prefix cache may give it its first tokens.
-        budget: K as it was asked for, in tokens, to which the footprint adds a prompt
-            that is kept; None for a policy that takes no budget.
+        budget: K as it was asked for, in tokens, to which the footprint adds what is
+            pinned; None for a policy that takes no budget.
         num_drafts: speculated tokens that a step computes at most.
         is_called: events come when the scheduler calls for them, and only then; the
             budget is a floor. Otherwise their positions follow from the request alone.
@@ -88,7 +88,8 @@ class RequestState:
         computed: tokens computed before this step.
         target: the next event position, at or after `computed`.
         frontier_blocks: current F / N.
-        global_blocks: superblocks that hold survivors.
+        global_blocks: superblocks before the frontier, from the first event on: the
+            pinned ones and those that hold survivors.
         ordinal: events since the request (re)started.
         window: superblocks of its query window; none where it is not open.
         due: an event decided in this step that the manager has yet to carry out.
@@ -201,8 +202,23 @@ class RequestState:
         return self.footprint.events.budget
 
     def num_dest(self, position: int) -> int:
-        """Return the superblocks of survivors after an event, at most."""
+        """Return the superblocks before the frontier after an event, at most."""
         return self.footprint.global_blocks(position, self.budget_at(position))
+
+    @property
+    def pinned(self) -> int:
+        """First superblocks, which no event touches."""
+        return self.plan.footprint.pinned
+
+    @property
+    def pinned_tokens(self) -> int:
+        """Tokens in them."""
+        return self.pinned * self.footprint.block_size
+
+    @property
+    def num_survivors(self) -> int:
+        """Superblocks that hold survivors of an event."""
+        return max(self.global_blocks - self.pinned, 0)
 
     def course(self) -> Course:
         """Return the events that are known to come, of a request that is called."""
@@ -225,8 +241,12 @@ class RequestState:
     @property
     def dropped_tokens(self) -> int:
         """Tokens per KV head that the events so far have dropped."""
-        block_size = self.footprint.block_size
-        return (self.frontier_blocks - self.global_blocks) * block_size
+        return self.dropped_blocks * self.footprint.block_size
+
+    @property
+    def dropped_blocks(self) -> int:
+        """Superblocks that they have given back."""
+        return self.frontier_blocks - self.global_blocks
 
     @property
     def is_uncut(self) -> bool:
@@ -236,8 +256,8 @@ class RequestState:
     def note_dropped(self, used: UsedBlocks) -> None:
         """Note what one of the request's events has dropped, later events or not."""
         position, certain, budget = self.dropped[used.serial]
-        frontier = self.footprint.frontier_blocks(position)
-        dropped = (frontier - used.num_blocks + used.slack) * self.footprint.block_size
+        behind = self.footprint.frontier_blocks(position) - self.pinned
+        dropped = (behind - used.num_blocks + used.slack) * self.footprint.block_size
         self.dropped[used.serial] = position, max(dropped, certain), budget
 
 
@@ -278,7 +298,7 @@ class Planner:
         if undone is not None:  # of this step, in which the request no longer runs
             del state.dropped[undone.serial]
         self._late.pop(request_id, None)
-        self.num_global_blocks -= state.global_blocks
+        self.num_global_blocks -= state.num_survivors
         earlier = *state.earlier, *state.dropped.values()
         self.states[request_id] = RequestState(state.plan, earlier=earlier)
 
@@ -358,20 +378,21 @@ class Planner:
         source_blocks: tuple[int, ...],
         dest_blocks: tuple[int, ...],
         local_blocks: tuple[int, ...],
+        pinned_blocks: tuple[int, ...] = (),
     ) -> None:
         """Note the event that the manager has just carried out on its block list."""
         state = self.states[request_id]
         position = state.passed = state.computed
-        budget = state.budget_at(position)
+        budget = state.budget_at(position) - state.pinned_tokens
         if not state.ordinal:
             state.first_passed = position
         state.due = False
-        num_held = len(source_blocks) + len(local_blocks) + len(state.window)
-        self.note_held(request_id, num_held)
+        held = pinned_blocks, source_blocks, local_blocks, state.window
+        self.note_held(request_id, sum(map(len, held)))
         state.frontier_blocks = state.footprint.frontier_blocks(position)
-        num_global = state.global_blocks
+        num_global = state.num_survivors
         self.num_global_blocks += len(dest_blocks) - num_global
-        state.global_blocks = len(dest_blocks)
+        state.global_blocks = state.pinned + len(dest_blocks)
         state.serial = self.num_events
         state.dropped[state.serial] = position, state.dropped_tokens, budget
         self.num_events += 1
@@ -383,9 +404,10 @@ class Planner:
             position=position,
             frontier_blocks=state.frontier_blocks,
             budget=budget,
-            sinks=state.plan.sinks,
+            sinks=max(state.plan.sinks - state.pinned_tokens, 0),
             prompt_tokens=state.footprint.events.prompt_len,
             num_global=num_global,
+            pinned_blocks=pinned_blocks,
             source_blocks=source_blocks,
             dest_blocks=dest_blocks,
             local_blocks=local_blocks,
@@ -426,7 +448,7 @@ class Planner:
         if state is None or used.serial not in state.dropped:
             return None
         state.note_dropped(used)
-        first, last = used.num_blocks, state.global_blocks
+        first, last = state.pinned + used.num_blocks, state.global_blocks
         if state.serial != used.serial or first >= last:
             return None
         state.global_blocks = first

@@ -152,6 +152,7 @@ class Pressure:
         known: int,
         levels: np.ndarray,
         floor: float,
+        pins: np.ndarray,
         soon: int,
         leaving: Collection[str] = (),
     ) -> bool:
@@ -161,9 +162,10 @@ class Pressure:
             known: its tokens when it enters.
             levels: [S] int64, superblocks that it holds if it is not cut.
             floor: that it holds at its floor.
+            pins: [any], of them pinned ones that others account for.
             soon: that it holds until an event that is called now has passed.
         """
-        levels = np.minimum(levels, floor)
+        levels = at_floor(levels, floor, pins)
         levels[: self.lead + 1] = np.maximum(levels[: self.lead + 1], soon)
         usable = self.manager.num_usable - self.unforeseen()
         return is_worth(self.at_floors.beside(levels, leaving), usable, known)
@@ -173,12 +175,14 @@ class Pressure:
         request_id: str,
         state: RequestState,
         levels: np.ndarray,
+        pins: np.ndarray,
         offset: int | None,
     ) -> None:
         """Book what a running request holds at its floor.
 
         Args:
             levels, offset: of its booking in the forecast.
+            pins: as for `fits`.
         """
         known, footprint = self.at_floors.bookings.get(request_id), state.footprint
         if known is None or known.offset is None:  # it enters, or begins its answer
@@ -188,7 +192,7 @@ class Pressure:
                 share = footprint.window_tokens / footprint.events.interval
                 self._windows[request_id] = share, footprint.window_blocks
                 self._wanted = None
-        levels = np.minimum(levels, self._floors[request_id])
+        levels = at_floor(levels, self._floors[request_id], pins)
         self.at_floors.book(request_id, levels, offset)
 
     def leaves(self, request_id: str) -> None:
@@ -216,8 +220,11 @@ class Pressure:
             self._cut_to_ceilings()
 
     def _make_room(self, waiting: Sequence[Request], demand: Demand | None) -> None:
+        most, taken = self.forecast.most(), self.manager.num_taken
+        if not waiting and most + taken <= self.manager.num_usable:
+            return  # without a look at what no booking accounts for
         usable = self.manager.num_usable - self.unforeseen()
-        if not waiting and self.forecast.most() <= usable:
+        if not waiting and most <= usable:
             return
         no_one = np.zeros(self.lead + 1, np.int64)
         is_short = self._most(self.lead, no_one) > usable
@@ -284,15 +291,18 @@ class Pressure:
             floor = float(levels[-1])  # without a bound
             if state is not None and state.plan.is_called:
                 floor = self.floor(state, last)
-            more = np.minimum(levels, floor)
+            cached = 0
+            if state is None or state.plan.takes_hits:
+                cached = self._num_cached(request, seen)
+            pinned = 0 if state is None else min(state.pinned, cached)
+            more = np.minimum(levels, floor) - pinned
             short, both = sorted((held, more), key=len)
             both = both.copy()
             both[: len(short)] += short
             if demand is not None and demand.request_id == request.request_id:
                 num_blocks = demand.num_blocks
             elif is_worth(self.at_floors.beside(both), room, known):
-                if state is None or state.plan.takes_hits:
-                    num_blocks -= self._num_cached(request, seen)
+                num_blocks -= cached
             else:
                 break
             held = both
@@ -338,7 +348,7 @@ class Pressure:
             position = known
         elif position > state.computed + self.lead:
             return None  # it had its last event just now
-        footprint = state.footprint
+        footprint, pinned = state.footprint, state.pinned
         # An event inside a prompt may come before, or begin to read queries before.
         if state.next_event(state.computed) <= position + footprint.window_tokens:
             return None
@@ -346,17 +356,20 @@ class Pressure:
         if position >= most:
             return None
         frontier = footprint.frontier_blocks(position)
-        shared = 0 if state.ordinal else self.manager.num_shared(request_id)
+        shared = 0
+        if not state.ordinal:
+            shared = max(self.manager.num_shared(request_id) - pinned, 0)
         return Row(
             request_id=request_id,
             priority=request.priority if self.by_priority else 0,
             position=position,
-            held=position - state.dropped_tokens,
-            floor=footprint.events.budget,
+            held=position - state.dropped_tokens - state.pinned_tokens,
+            floor=footprint.events.budget - state.pinned_tokens,
             spacing=state.spacing,
             local=position - frontier * footprint.block_size,
-            whole=state.global_blocks - state.frontier_blocks + frontier - shared,
+            whole=frontier - state.dropped_blocks - pinned - shared,
             shared=shared,
+            pinned=state.pinned_tokens,
             wait=position - state.computed,
             ends=position + self.lead >= most,
         )
@@ -386,7 +399,8 @@ class Pressure:
         self.level = min(budget for _, budget in chosen)
         for place, (row, budget) in enumerate(chosen):
             delay = place // self.planner.limits.events_per_step
-            self._have(row.request_id, Call(row.position + delay, budget), cause)
+            call = Call(row.position + delay, row.pinned + budget)
+            self._have(row.request_id, call, cause)
 
     def _to_level(
         self, rows: list["Row"], usable: int, coming: np.ndarray
@@ -411,6 +425,22 @@ class Pressure:
         return sorted(chosen, key=by_urgency)
 
 
+def at_floor(levels: np.ndarray, floor: float, pins: np.ndarray) -> np.ndarray:
+    """Return [S] superblocks held step by step by a request that is at its floor.
+
+    >>> at_floor(np.array([2, 4, 8, 9]), floor=7.0, pins=np.array([3, 3, 3]))
+    array([2., 4., 4., 7.])
+
+    Args:
+        levels: [S], what it holds if it is not cut, less what others account for.
+        floor: all that it holds at its floor.
+        pins: [any], what others account for of that, in the first steps.
+    """
+    most = np.full(len(levels), floor)
+    most[: len(pins)] -= pins[: len(levels)]
+    return np.minimum(levels, most)
+
+
 @lru_cache(maxsize=64)
 def held_at_floor(budget: int, recent: int, stretch: int, block_size: int) -> float:
     """Return the mean of superblocks held between events, wherever these lie.
@@ -432,12 +462,14 @@ class Row:
 
     Args:
         position: of its event.
-        held: tokens per KV head that it would hold there.
-        floor: K, fewest tokens to which it is cut.
+        held: tokens per KV head that it would hold there behind what is pinned.
+        floor: K, fewest of these to which it is cut.
         spacing: fewest tokens that an event drops.
         local: tokens behind the frontier there.
-        whole: superblocks before the frontier, less those that others hold, too.
+        whole: superblocks between what is pinned and the frontier, less those that
+            others hold, too.
         shared: those.
+        pinned: tokens in superblocks that no event touches.
         wait: tokens until its event.
         ends: it has its last token before others could be cut.
     """
@@ -451,6 +483,7 @@ class Row:
     local: int
     whole: int
     shared: int = 0
+    pinned: int = 0
     wait: int = 0
     ends: bool = False
 

@@ -210,7 +210,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         if config is None:
             return
         info, prompt_tokens = config.resolved().info, request.num_prompt_tokens
-        protected = prompt_tokens if config.protects_prompt else 0
+        pinned = config.pinned_tokens(prompt_tokens)
         # A prompt of embeddings is known by its length alone.
         prompt = request.prompt_token_ids or [prompt_tokens]
         phase = request_phase(prompt, None if params is None else params.seed)
@@ -220,12 +220,12 @@ class KVPolicySchedulerMixin(CountingMixin):
             footprint=config.footprint(
                 prompt_tokens, block_size, self._query_rows, phase
             ),
-            sinks=max(config.sink_tokens, protected),
+            sinks=max(config.sink_tokens, pinned),
             takes_hits=not info.measures_tokens,
             budget=None if info.is_unbounded else config.budget_tokens,
             num_drafts=self.vllm_config.num_speculative_tokens,
             is_called=config.events == PRESSURE and not info.is_unbounded,
-            ceiling=config.ceiling_tokens and config.ceiling_tokens + protected,
+            ceiling=config.ceiling_tokens and config.ceiling_tokens + pinned,
         )
         self.kv_policy_planner.add(request_id, plan)
 
@@ -260,7 +260,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             found = self._cut_hit(request, state, *found)
         own = found[0].blocks[self.kv_policy_manager.kv_cache_group_id]
         leaving = self._outranked(request)
-        self.kv_policy_entry.note_hit(request.request_id, own, leaving)
+        self.kv_policy_entry.shared.note_hit(request.request_id, own, leaving)
         return found
 
     def _cut_hit(
@@ -387,9 +387,9 @@ class KVPolicySchedulerMixin(CountingMixin):
             dropped = self.kv_policy_planner.dropped_tokens(names)
             scheduler_output.kv_policy_dropped = dropped
         self.kv_policy_entry.finish_step(scheduler_output.num_scheduled_tokens)
-        super()._update_after_schedule(scheduler_output)
         if self.kv_policy_snapshots is not None:
             self.kv_policy_snapshots.publish_tokens(commands.events, self.requests)
+        super()._update_after_schedule(scheduler_output)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: Any
@@ -471,7 +471,9 @@ class KVPolicySchedulerMixin(CountingMixin):
         state = self.kv_policy_planner.states.get(request_id)
         if state is None or not self.kv_policy_config.report_events:
             return None
-        said = {"dropped": list(state.dropped.values())}
+        said: dict[str, Any] = {"dropped": list(state.dropped.values())}
+        if state.pinned:
+            said["pinned"] = state.pinned_tokens
         if state.earlier:
             said["before_preemption"] = list(state.earlier)
         return {"kv_policy": said}

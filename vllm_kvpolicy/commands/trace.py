@@ -74,7 +74,7 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
     in_use = measures.mask_of(event.selected, event.position) & kept
     by_bin, tokens = measures.kept_by_bin(kept, BINS, event.position)
     sums = {
-        "utilisation": (in_use.sum(), kept.sum()),
+        "utilisation": (in_use.sum(), kept[..., event.pinned :].sum()),
         "head_budget": (chosen.sum(), heads),
         "head_spread": (chosen.std(), 1),
         "retention": (by_bin.sum((0, 1)), tokens * heads),
@@ -82,7 +82,9 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
         **_notes(event, heads),
     }
     if previous is not None:
-        iou, survival = measures.overlap(measures.kept_mask(previous), kept)
+        masks = measures.kept_mask(previous), kept
+        behind = (mask[..., event.pinned :] for mask in masks)
+        iou, survival = measures.overlap(*behind)
         sums["iou"] = iou.sum(), heads
         sums["survival"] = survival.sum(), heads
         sums |= _memory_time(event, previous)

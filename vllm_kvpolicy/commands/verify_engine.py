@@ -177,7 +177,7 @@ def checks(model: str, dtype: str, config: KVPolicyConfig, say: Say) -> Iterator
     if not stock:
         return
     # Requests have their events where a kept prompt would not count.
-    values = {**config.to_dict(), "report_events": True, "protect_prompt": False}
+    values = {**config.to_dict(), "report_events": True, "pin": "none"}
     mover = {**values, "policy": MOVER, "policy_config": {}, "allow": []}
     yield from judged(MOVER, mover, lambda engine: _mover(engine, prompts, stock))
     policy = {**values, "budget": sizes.longest}

@@ -35,10 +35,11 @@ def page_tables(
     seq_lens: Tensor,
     global_blocks: Tensor,
     num_global: Tensor,
-    frontier_blocks: Tensor,
+    skip: Tensor,
+    pinned: Tensor,
     block_size: int,
 ) -> None:
     """Launches one thread per entry of a table."""
     batch = tables, lengths, rows, block_table, seq_lens
-    survivors = global_blocks, num_global, frontier_blocks
+    survivors = global_blocks, num_global, skip, pinned
     CUDA.load().page_tables(*batch, *survivors, block_size)

@@ -1,9 +1,12 @@
 """Fills the page tables of a step: one list for all KV heads, or a list for each.
 
+Pinned superblocks come first, as they are, then survivors, then local superblocks.
+
 Example of the second: a request whose local superblocks are 7 and 9, at entries 3 and
-4 of its row. Head 0 has the global pages 4 and 5, head 1 has page 8. Superblock b holds
-page 2b of head 0 and 2b + 1 of head 1, so local pages are 14, 18 and 15, 19. vLLM
-counts five superblocks; the heads hold 4 and 3 pages, so the offsets are -1 and -2.
+4 of its row; none is pinned. Head 0 has the global pages 4 and 5, head 1 has page 8.
+Superblock b holds page 2b of head 0 and 2b + 1 of head 1, so local pages are 14, 18 and
+15, 19. vLLM counts five superblocks; the heads hold 4 and 3 pages, so the offsets are
+-1 and -2.
 
 >>> tables = torch.zeros(1, 1, 2, 4, dtype=torch.int32)
 >>> offsets = torch.zeros(1, 1, 2, dtype=torch.int32)
@@ -14,6 +17,7 @@ counts five superblocks; the heads hold 4 and 3 pages, so the offsets are -1 and
 ...     slots=torch.tensor([0]),
 ...     blocks=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
 ...     skip=torch.tensor([3], dtype=torch.int32),
+...     pinned=torch.tensor([0], dtype=torch.int32),
 ...     pages=torch.tensor([[4, 5, 8]], dtype=torch.int32),
 ...     first=torch.tensor([[0, 2, 3]], dtype=torch.int32),
 ...     own_page=torch.tensor([0, 1]),
@@ -41,13 +45,15 @@ def page_tables_ref(
     seq_lens: Tensor,
     global_blocks: Tensor,
     num_global: Tensor,
-    frontier_blocks: Tensor,
+    skip: Tensor,
+    pinned: Tensor,
     block_size: int,
 ) -> None:
-    """Put each row's global superblocks in front of its local ones.
+    """Put each row's global superblocks between its pinned and its local ones.
 
-    Example: 70 tokens in superblocks of 16, frontier 3, survivors in superblocks 4 and
-    6. The row reads 4, 6 and its local superblocks 7, 9; it holds 70 - 48 + 32 tokens.
+    Example: 70 tokens in superblocks of 16. Superblock 5 is pinned, the frontier is at
+    entry 3, and what lay between has its survivors in superblock 6. The row reads 5, 6
+    and its local superblocks 7, 9; it holds 70 - (2 - 1) * 16 tokens.
 
     >>> tables = torch.zeros(1, 4, dtype=torch.int32)
     >>> lengths = torch.zeros(1, dtype=torch.int32)
@@ -55,15 +61,16 @@ def page_tables_ref(
     ...     tables,
     ...     lengths,
     ...     rows=torch.tensor([0]),
-    ...     block_table=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
+    ...     block_table=torch.tensor([[5, 0, 0, 7, 9]], dtype=torch.int32),
     ...     seq_lens=torch.tensor([70], dtype=torch.int32),
-    ...     global_blocks=torch.tensor([[4, 6]], dtype=torch.int32),
-    ...     num_global=torch.tensor([2], dtype=torch.int32),
-    ...     frontier_blocks=torch.tensor([3], dtype=torch.int32),
+    ...     global_blocks=torch.tensor([[6]], dtype=torch.int32),
+    ...     num_global=torch.tensor([1], dtype=torch.int32),
+    ...     skip=torch.tensor([2], dtype=torch.int32),
+    ...     pinned=torch.tensor([1], dtype=torch.int32),
     ...     block_size=16,
     ... )
     >>> tables, lengths
-    (tensor([[4, 6, 7, 9]], dtype=torch.int32), tensor([54], dtype=torch.int32))
+    (tensor([[5, 6, 7, 9]], dtype=torch.int32), tensor([54], dtype=torch.int32))
 
     Args:
         tables: [R, C] int32, mutated; entries after a row's length are unspecified.
@@ -73,44 +80,47 @@ def page_tables_ref(
         seq_lens: [R] int32, tokens computed after the step.
         global_blocks: [S, A] int32, superblocks of survivors.
         num_global: [S] int32, how many of them are in use.
-        frontier_blocks: [S] int32, frontier in superblocks.
+        skip: [S] int32, entries between the pinned ones and the frontier.
+        pinned: [S] int32, leading entries that stay as they are.
         block_size: N, tokens per superblock.
     """
-    held, frontier = num_global[rows], frontier_blocks[rows]
-    torch.sub(seq_lens, (frontier - held) * block_size, out=lengths)
+    held, skipped, first = num_global[rows], skip[rows], pinned[rows, None]
+    torch.sub(seq_lens, (skipped - held) * block_size, out=lengths)
     column = torch.arange(tables.shape[1], dtype=torch.int32, device=rows.device)
-    local = (column - held[:, None] + frontier[:, None]).clamp_(
-        0, block_table.shape[1] - 1
-    )
-    torch.gather(block_table, 1, local.long(), out=tables)
-    width = min(tables.shape[1], global_blocks.shape[1])
-    is_global = column[:width] < held[:, None]
-    head = tables[:, :width]
-    head.copy_(torch.where(is_global, global_blocks[rows, :width], head))
+    place = column - first  # among survivors
+    local = column + (skipped - held)[:, None]
+    own = torch.where(place < 0, column, local).clamp_(0, block_table.shape[1] - 1)
+    torch.gather(block_table, 1, own.long(), out=tables)
+    is_global = (place >= 0) & (place < held[:, None])
+    survivor = place.clamp(0, global_blocks.shape[1] - 1).long()
+    survivors = global_blocks[rows[:, None], survivor]
+    tables.copy_(torch.where(is_global, survivors, tables))
 
 
 def enter_requests_ref(
     index: Tensor,
     dest: Tensor,
     frontier: Tensor,
+    pins: Tensor,
     global_blocks: Tensor,
     num_global: Tensor,
-    frontier_blocks: Tensor,
+    skip: Tensor,
+    pinned: Tensor,
 ) -> None:
     """Enter where the survivors of some requests are now.
 
     Args:
         index: [E] int64, rows of the request table, none twice.
         dest: [E, D] int64, superblocks of their survivors.
-        frontier: [E] int64, superblocks.
+        frontier, pins: [E] int64, superblocks.
         global_blocks: [S, A] int32, rows `index` mutated, like those that follow.
-        num_global: [S] int32.
-        frontier_blocks: [S] int32.
+        num_global, skip, pinned: [S] int32.
     """
     width = dest.shape[1]
     global_blocks[index, :width] = dest.int()
     num_global.index_fill_(0, index, width)
-    frontier_blocks[index] = frontier.int()
+    skip[index] = (frontier - pins).int()
+    pinned[index] = pins.int()
 
 
 page_tables = Operation(page_tables_ref)
@@ -124,12 +134,13 @@ def head_page_tables_ref(
     slots: Tensor,
     blocks: Tensor,
     skip: Tensor,
+    pinned: Tensor,
     pages: Tensor,
     first: Tensor,
     own_page: Tensor,
     stride: int,
 ) -> None:
-    """Put each head's global pages in front of its own pages of local superblocks.
+    """Put each head's global pages between its own of pinned and local superblocks.
 
     Args:
         tables: [L, B, H, C] int32 or int64, rows `which` mutated: page ids; any valid
@@ -139,7 +150,9 @@ def head_page_tables_ref(
         which: [R] int64, rows to fill, of `tables`, `offsets` and `blocks`.
         slots: [R] int64, each one's row of the request table, which has S rows.
         blocks: [B, P] int32 or int64 superblock ids, indexed by logical position // N.
-        skip: [S] int32, leading entries of a request's `blocks` that are not local.
+        skip: [S] int32, entries of a request's `blocks` that are neither pinned nor
+            local.
+        pinned: [S] int32, leading entries that stay as they are.
         pages: [S, A] int32, global pages of a request's heads, concatenated.
         first: [S, L * H + 1] int32, where each head's start and end.
         own_page: [L * H] int64, id of each head's page of superblock 0.
@@ -152,12 +165,14 @@ def head_page_tables_ref(
     more = (count - skipped).to(offsets.dtype)
     offsets[:, which] = more.view(shape).transpose(0, 1)
     column = torch.arange(width, dtype=torch.int32, device=tables.device)
-    entry = (bounds[:, :-1, None] + column).clamp_max(pages.shape[-1] - 1)
+    place = column - pinned[slots, None, None]  # among global pages
+    entry = (bounds[:, :-1, None] + place).clamp(0, pages.shape[-1] - 1)
     listed = pages[slots].gather(1, entry.flatten(1).long()).view_as(entry)
-    local = column - count[..., None] + skipped[..., None]
+    local = torch.where(place < 0, column, column - more.int()[..., None])
     local = local.clamp(0, blocks.shape[-1] - 1).flatten(1).long()
     own = blocks[which].gather(1, local).view_as(entry) * stride + own_page[:, None]
-    found = torch.where(column < count[..., None], listed, own).to(tables.dtype)
+    is_global = (place >= 0) & (place < count[..., None])
+    found = torch.where(is_global, listed, own).to(tables.dtype)
     tables[:, which] = found.view(*shape, width).transpose(0, 1)
 
 

@@ -71,7 +71,7 @@ def ranks_of(order: Tensor) -> Tensor:
 
 
 def leading_run(must_keep: Tensor) -> Tensor:
-    """Mark the sinks, or the protected prompt: the True entries before any False one.
+    """Mark the sinks, or more of a prompt: the True entries before any False one.
 
     Args:
         must_keep: [..., T] bool.

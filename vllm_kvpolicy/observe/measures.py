@@ -27,7 +27,7 @@ def mask_of(rows: np.ndarray, num_positions: int) -> np.ndarray:
 def kept_mask(event: EventRecord) -> np.ndarray:
     """Return which tokens each head keeps, [L, H, position] bool."""
     mask = mask_of(event.survivors, event.position)
-    mask[..., event.frontier :] = True
+    mask[..., : event.pinned] = mask[..., event.frontier :] = True
     return mask
 
 
@@ -90,14 +90,14 @@ def kept_by_bin(
 
 
 def superblocks(event: EventRecord) -> int:
-    """Return the number of superblocks that the survivors of an event occupy.
+    """Return the superblocks that the survivors of an event and what is pinned occupy.
 
     Where ranks differ, as many as on the rank that needs most.
     """
     tokens = np.count_nonzero(event.survivors >= 0, axis=-1)  # [L, H]
     of_ranks = np.split(tokens, event.ranks, axis=1)
     pages = max(part.sum() for part in of_ranks) // event.block_size
-    return -(-pages // of_ranks[0].size)
+    return event.pinned // event.block_size - (-pages // of_ranks[0].size)
 
 
 def memory_time(
@@ -110,7 +110,7 @@ def memory_time(
 
     Args:
         frontier: F of the event before, tokens; 0 before the first.
-        global_blocks: B, superblocks that the event's survivors occupy.
+        global_blocks: B, see `superblocks`.
         start: position of the first token that counts, F or later.
         end: tokens computed at the next event.
         block_size: N, tokens per superblock.

@@ -136,7 +136,7 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
     those that it holds, and those that it would hold more without events. `budget` and
     `interval` are the request's own, in tokens; None without a policy, and the budget
     of a policy that takes none. `floor` is what calls leave of it at least, a prompt
-    that is kept included; None where no events are called for. `uncut` is false from
+    that is pinned included; None where no events are called for. `uncut` is false from
     its first event on, preempted or not.
     """
     state = scheduler.kv_policy_planner.states.get(request.request_id)
@@ -147,6 +147,7 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
         "budget": None,
         "interval": None,
         "floor": None,
+        "pinned": 0,
         "running": is_running,
         "prompt": request.num_prompt_tokens,
         "computed": computed,
@@ -161,6 +162,7 @@ def _row(scheduler: Any, request: Any, is_running: bool) -> dict[str, Any]:
         row |= {"policy": plan.policy, "budget": plan.budget}
         row |= {"interval": events.interval, "uncut": state.is_uncut}
         row |= {"floor": events.budget if plan.is_called else None}
+        row["pinned"] = state.pinned_tokens
         row |= {"held": computed - state.dropped_tokens, "events": state.ordinal}
         row["returned"] = state.frontier_blocks - state.global_blocks
     return row

@@ -31,6 +31,7 @@ LEAST = {
     "budget": 0,
     "prompt": 0,
     "sinks": 0,
+    "pinned": 0,
     "block_size": 1,
 }
 TEXTS = ("request_id", "policy")
@@ -53,9 +54,12 @@ class EventRecord:
         position: tokens computed before the event.
         ordinal: 0 for the request's first event, and again after a preemption.
         frontier: tokens at this position and later are local, all kept.
-        budget: K of this event, tokens per KV head, a prompt that is kept included.
+        budget: K of this event, tokens per KV head that are kept behind the pinned
+            ones.
         prompt: tokens of the prompt.
-        sinks: first tokens that are always kept, protected prompt included.
+        sinks: first tokens that are always kept, pinned ones included.
+        pinned: first tokens that are no part of the event: all are kept, and they are
+            not listed below.
         block_size: N, tokens per page.
         held: [L, H, T] int32, tokens held before the event, oldest first.
         selected: [L, H, K] int32, tokens chosen by the policy, before filling pages.
@@ -77,6 +81,7 @@ class EventRecord:
     budget: int
     prompt: int
     sinks: int
+    pinned: int
     block_size: int
     held: np.ndarray
     selected: np.ndarray

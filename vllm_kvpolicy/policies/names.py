@@ -283,9 +283,9 @@ class PolicyInfo:
         return keys
 
     @property
-    def protect_prompt(self) -> bool:
+    def pins_prompt(self) -> bool:
         """Whether prompt tokens are kept unless the user says otherwise."""
-        return any(word.protect_prompt for word in self.parts)
+        return any(word.pins_prompt for word in self.parts)
 
     @property
     def measures_tokens(self) -> bool:

@@ -37,7 +37,7 @@ class Word(OfModel):
         query_window: queries that it reads: a number, or the option that holds it.
         ragged: heads end up with different numbers of tokens, as after any admission.
         dynamic: it may keep less than the budget; an admission always may.
-        protect_prompt: prompt tokens are kept unless the user says otherwise.
+        pins_prompt: prompt tokens are pinned unless the user says otherwise.
         decides: it always decides while tokens are computed, not at events.
         decides_later: whether a token is kept is decided by the token after it.
         measures_tokens: its events read what was measured when each token was computed,
@@ -58,7 +58,7 @@ class Word(OfModel):
     query_window: ClassVar[int | str] = 0
     ragged: ClassVar[bool] = False
     dynamic: bool = False
-    protect_prompt: ClassVar[bool] = False
+    pins_prompt: ClassVar[bool] = False
     decides: ClassVar[bool] = False
     decides_later: ClassVar[bool] = False
     measures_tokens: ClassVar[bool] = False

@@ -67,7 +67,8 @@ class RequestRows:
 class RequestTable(RequestRows):
     """Gives each request a row from its first event on.
 
-    A row holds superblocks of survivors and the frontier, on the device. The last row
+    A row holds superblocks of survivors, how many lie pinned before them, and how many
+    entries vLLM's row has between those and the frontier, on the device. The last row
     belongs to no request and says "no event yet", so that requests without an event,
     padding and batches of graph capture need no branch.
 
@@ -90,9 +91,11 @@ class RequestTable(RequestRows):
             (size, max_global_blocks), dtype=torch.int32, device=device
         )
         self.num_global = torch.zeros(size, dtype=torch.int32, device=device)
-        self.frontier_blocks = torch.zeros(size, dtype=torch.int32, device=device)
+        self.skip = torch.zeros(size, dtype=torch.int32, device=device)
+        self.pinned = torch.zeros(size, dtype=torch.int32, device=device)
         self.dropped_tokens_cpu = np.zeros(size, dtype=np.int32)
         self.frontier_blocks_cpu = np.zeros(size, dtype=np.int32)
+        self.skip_cpu = np.zeros(size, dtype=np.int32)
         self.positions_cpu = np.zeros(size, dtype=np.int64)  # of the last events
 
     @staticmethod
@@ -111,6 +114,7 @@ class RequestTable(RequestRows):
             "rows": rows,
             "dest": [event.dest_blocks for event in events],
             "frontier": [event.frontier_blocks for event in events],
+            "pins": [len(event.pinned_blocks) for event in events],
         }
 
     def update(
@@ -123,19 +127,26 @@ class RequestTable(RequestRows):
             sent["rows"],
             sent["dest"],
             sent["frontier"],
+            sent["pins"],
             self.global_blocks,
             self.num_global,
-            self.frontier_blocks,
+            self.skip,
+            self.pinned,
         )
         for row, event in zip(rows, events, strict=True):
-            dropped_blocks = event.frontier_blocks - len(event.dest_blocks)
+            skip = event.frontier_blocks - len(event.pinned_blocks)
+            dropped_blocks = skip - len(event.dest_blocks)
             self.dropped_tokens_cpu[row] = dropped_blocks * self.block_size
+            self.skip_cpu[row] = skip
             self.frontier_blocks_cpu[row] = event.frontier_blocks
             self.positions_cpu[row] = event.position
 
     def fresh_tokens(self, rows: Sequence[int], events: Sequence[CompactEvent]) -> int:
         """Return the most tokens that a request computed since its last event."""
+        size = self.block_size
         return max(
-            event.position - int(self.positions_cpu[row] if event.ordinal else 0)
+            event.position
+            - int(self.positions_cpu[row] if event.ordinal else 0)
+            - (0 if event.ordinal else len(event.pinned_blocks) * size)
             for row, event in zip(rows, events, strict=True)
         )

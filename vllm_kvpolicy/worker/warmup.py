@@ -135,10 +135,12 @@ class DummyEvents:
         footprint = asked.footprint(
             prompt_tokens, self.block_size, self.query_rows, phase
         )
-        protected = prompt_tokens if asked.protects_prompt else 0
+        tokens, pins = asked.pinned_tokens(prompt_tokens), footprint.pinned
         events: list[CompactEvent] = []
         held: tuple[int, ...] = ()
-        position, frontier = footprint.events.next_event(0), 0
+        pinned = tuple(range(1, 1 + pins))
+        pinned_tokens = pins * self.block_size
+        position, frontier = footprint.events.next_event(0), pins
         while position < self.max_model_len and len(events) < NUM_EVENTS:
             row = range(1, 1 + -(-position // self.block_size))
             leaving = tuple(row[frontier : footprint.frontier_blocks(position)])
@@ -151,13 +153,16 @@ class DummyEvents:
                     ordinal=len(events),
                     position=position,
                     frontier_blocks=frontier,
-                    budget=footprint.events.budget,
-                    sinks=max(asked.sink_tokens, protected),
+                    budget=footprint.events.budget - pinned_tokens,
+                    sinks=max(max(asked.sink_tokens, tokens) - pinned_tokens, 0),
                     prompt_tokens=prompt_tokens,
                     num_global=len(held),
                     source_blocks=held + leaving,
-                    dest_blocks=(held + leaving)[: footprint.global_blocks(position)],
+                    dest_blocks=(held + leaving)[
+                        : footprint.global_blocks(position) - pins
+                    ],
                     local_blocks=tuple(row[frontier:]),
+                    pinned_blocks=pinned,
                     window_blocks=(0,) * footprint.window_blocks,
                 )
             )
@@ -178,4 +183,5 @@ def _moved(event: CompactEvent, number: int, distance: int) -> CompactEvent:
         source_blocks=further(event.source_blocks),
         dest_blocks=further(event.dest_blocks),
         local_blocks=further(event.local_blocks),
+        pinned_blocks=further(event.pinned_blocks),
     )

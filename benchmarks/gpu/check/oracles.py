@@ -7,7 +7,7 @@ kept, are recomputed by a plain decoder on the CPU.
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from support.engine.reference_decoder import ReferenceDecoder
 from support.tiny_model import make_tiny_model
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
-from vllm_kvpolicy.policies.names import names, parse
+from vllm_kvpolicy.policies.names import names
 
 TIGHT = {"max_num_batched_tokens": 128, "max_model_len": 832}
 BLOCK, NUM_BLOCKS = 32, 60
@@ -172,12 +172,9 @@ def policy_values(what: Oracles, folder: Path) -> dict[str, Any]:
 
 
 def request_config(values: dict[str, Any], job: Job) -> KVPolicyConfig:
-    """Return a request's policy; its budget counts a protected prompt, too."""
+    """Return a request's policy."""
     config = KVPolicyConfig.from_dict(values).with_request(job.extra_args, BLOCK)
     assert config is not None
-    if parse(config.policy).protect_prompt:
-        budget = config.budget_tokens + len(job.prompt)
-        config = replace(config, budget_tokens=budget)
     return config
 
 

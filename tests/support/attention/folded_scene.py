@@ -149,7 +149,7 @@ class FoldedScene(Layers):
         """Tell the runtime's tables about an event: pages of heads in order."""
         slots, folder = self.runtime.requests, self.runtime.tier.folder
         slot, frontier = slots.take(self.names[number]), self.batch[number].frontier
-        slots.frontier_blocks[slot] = frontier
+        slots.skip[slot] = slots.skip_cpu[slot] = frontier
         slots.frontier_blocks_cpu[slot] = frontier
         counts = torch.tensor(drawn, device=self.device)
         first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[None]

@@ -103,7 +103,7 @@ def check_plumbing(
 
     Args:
         result: a `helpers.Result` with its events.
-        config: the request's policy, budget with the protected prompt included.
+        config: the request's policy.
         block_size: N.
         report: decisions and near ties are added to it.
 
@@ -167,7 +167,7 @@ def _check_pages(
     is_global = (event.held >= 0) & (event.held < event.frontier)
     wanted = (keep & is_global).sum(-1)
     caps = is_global.sum(-1) // block_size
-    sinks = min(event.sinks, event.frontier)
+    sinks = min(event.sinks, event.frontier) - event.pinned
     floors = np.minimum(-(-sinks // block_size), caps)
     local = event.position - event.frontier
     total = -(-(event.budget - local) // block_size) * counts.size

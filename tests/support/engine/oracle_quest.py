@@ -71,7 +71,8 @@ class QuestDecoder(ReferenceDecoder):
         ends = [event.position for event in events[1:]] + [size]
         for event, end in zip(events, ends, strict=False):
             row = event.survivors[layer, head]
-            pages = row[row >= 0].reshape(-1, self.block_size)
+            row = np.r_[np.arange(event.pinned), row[row >= 0]]
+            pages = row.reshape(-1, self.block_size)
             low, high = keys[pages].min(1), keys[pages].max(1)
             for query in range(max(event.position, len(self.result.job.prompt)), end):
                 local = query + 1 - event.frontier

@@ -39,6 +39,7 @@ def visibility(
         survivors = torch.where(survivors < 0, event.frontier, survivors)
         kept = torch.zeros(*survivors.shape[:2], event.frontier + 1, dtype=torch.bool)
         kept = kept.scatter(-1, survivors, True)[..., :-1]
+        kept[..., : event.pinned] = True
         visible[:, :, event.position :, : event.frontier] = kept[:, :, None]
     return visible
 

@@ -104,11 +104,13 @@ class Selector:
     Args:
         config: the engine's policy, with the request's own knobs.
         decoder: gives the softmax scale and the shape of the model.
+        first: tokens that are pinned, in whole superblocks.
         credit: EMA credit per (layer, head), of the tokens after the last event.
     """
 
     config: KVPolicyConfig
     decoder: ReferenceDecoder
+    first: int = 0
     credit: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     @property
@@ -132,7 +134,7 @@ class Selector:
         for layer in range(self.decoder.num_layers):
             heads = []
             for head in range(self.decoder.num_heads):
-                held = np.arange(event.position)
+                held = np.arange(self.first, event.position)
                 if previous is not None:
                     old = previous.survivors_of(layer, head)
                     held = np.r_[old, np.arange(previous.frontier, event.position)]
@@ -250,16 +252,12 @@ def check_selection(
     Raises:
         Mismatch: a decision differs where the reference leaves no doubt.
     """
-    if config.protects_prompt:
-        protected = len(result.job.prompt)
-        config = replace(
-            config,
-            budget_tokens=config.budget_tokens + protected,
-            sink_tokens=max(config.sink_tokens, protected),
-        )
     check_record(result, config, block_size)
+    pinned = config.pinned_tokens(len(result.job.prompt))
+    first = pinned // block_size * block_size  # behind it tokens are chosen
+    sinks = max(max(config.sink_tokens, pinned) - first, 0)
     seen = activations(decoder, result)
-    selector = Selector(config, decoder)
+    selector = Selector(replace(config, sink_tokens=sinks), decoder, first)
     previous = None
     for event in result.events:
         rows = selector.rows(seen, event, previous)
@@ -304,7 +302,9 @@ def check_record(result: Any, config: KVPolicyConfig, block_size: int) -> None:
     Raises:
         Mismatch: an event is missing, is somewhere else, or leaves something else.
     """
-    floor, record = config.budget_tokens, planned(result, config, block_size)
+    pinned = config.pinned_tokens(len(result.job.prompt))
+    floor = config.budget_tokens + pinned % block_size
+    record = planned(result, config, block_size)
     if config.events == PRESSURE:
         record = result.record[-1]
     got = [(event.position, event.budget) for event in result.events]
@@ -321,9 +321,10 @@ def check_record(result: Any, config: KVPolicyConfig, block_size: int) -> None:
 def planned(result: Any, config: KVPolicyConfig, block_size: int) -> list[Cut]:
     """Return the events that a request has with `always`."""
     prompt = result.job.prompt
+    pinned = config.pinned_tokens(len(prompt))
     positions = event_positions(
         len(prompt),
-        config.budget_tokens,
+        config.budget_tokens + pinned,
         config.interval_tokens,
         config.prefill_step(block_size),
         request_phase(prompt) if config.spread_events else 0,
@@ -332,4 +333,5 @@ def planned(result: Any, config: KVPolicyConfig, block_size: int) -> list[Cut]:
     # The newest token is never computed, so no event comes before it.
     num_computed = len(result.all_tokens) - 1
     before = takewhile(lambda position: position < num_computed, positions)
-    return [(position, config.budget_tokens) for position in before]
+    budget = config.budget_tokens + pinned % block_size
+    return [(position, budget) for position in before]

@@ -83,6 +83,7 @@ class Simulation:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self.seeds = random.Random(scenario.seed + 1)
+        self.pins = random.Random(scenario.seed + 2)
         self.scheduler = make_scheduler(scenario, model)
         self.policy = KVPolicyConfig.from_dict(scenario.policy)
         self.tamper = tamper
@@ -178,6 +179,8 @@ class Simulation:
         extra_args = self._wishes(min(prompt_len + max_tokens, longest))
         if extra_args and self._is_refused(prompt_len, max_tokens, extra_args):
             extra_args = None
+        if self._is_refused(prompt_len, max_tokens, extra_args):
+            return
         seed = self.seeds.choice((None, self.seeds.randrange(2**40)))
         for _ in range(rng.choice((1, 1, 1, 5))):
             self._add(prompt_len, max_tokens, extra_args, seed)
@@ -246,6 +249,9 @@ class Simulation:
             wishes["kv_interval"] = rng.randint(max(window, 1), policy.interval_tokens)
             if parse(wishes.get("kv_policy", policy.policy)).admission is None:
                 wishes |= {"kv_budget": budget, "kv_recent": recent, "kv_sinks": sinks}
+        if self.scenario.pins and self.pins.random() < self.scenario.pins:
+            tokens = self.pins.randrange(300), self.pins.randrange(90)
+            wishes["kv_pin"] = self.pins.choice(("prompt", *tokens))
         return wishes or None
 
     def _asked(
@@ -257,11 +263,13 @@ class Simulation:
             return Asked(prompt_len)
         found = policy.resolved(name)
         info, options = found.info, found.options
-        protected = prompt_len if policy.protects_prompt else 0
-        budget = wishes.get("kv_budget", policy.budget_tokens) + protected
+        pinned = wishes.get("kv_pin", policy.pins)
+        pinned = {"none": 0, "prompt": prompt_len}.get(pinned, pinned)
+        pinned = min(pinned, prompt_len)
+        budget = wishes.get("kv_budget", policy.budget_tokens) + pinned
         if info.is_unbounded:
             # Events begin when the first page has left the window.
-            least = policy.sink_tokens + policy.recent_tokens
+            least = max(policy.sink_tokens, pinned) + policy.recent_tokens
             budget = least + self.scenario.block_size
         plan = EventPlan(
             prompt_len,
@@ -277,7 +285,8 @@ class Simulation:
             prompt_len=prompt_len,
             plan=plan,
             recent=wishes.get("kv_recent", policy.recent_tokens),
-            sinks=max(wishes.get("kv_sinks", policy.sink_tokens), protected),
+            sinks=max(wishes.get("kv_sinks", policy.sink_tokens), pinned),
+            pinned=pinned // self.scenario.block_size,
             policy=name,
             window=window,
             window_blocks=-(-parts // (2 * self.scenario.block_size)),
@@ -414,7 +423,7 @@ class Simulation:
             expected = len(blocks)
             if state is not None:
                 expected += state.global_blocks - state.frontier_blocks
-                num_global += state.global_blocks
+                num_global += state.num_survivors
             check(held == expected, request_id, "holds", held, "not", expected)
             window = state.window if state is not None else ()
             owned += window

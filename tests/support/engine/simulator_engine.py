@@ -66,6 +66,7 @@ class Scenario:
         retention: vLLM's `prefix_cache_retention_interval`.
         estimates: vLLM estimates the work of steps (`--enable-mfu-metrics`).
         pool: superblocks of the pool; None for what `spare` says.
+        pins: chance that a request pins some of its prompt, or all.
     """
 
     policy: dict[str, Any]
@@ -91,6 +92,7 @@ class Scenario:
     retention: int | None = 0
     estimates: bool = False
     pool: int | None = None
+    pins: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", {"events": ALWAYS, **self.policy})
@@ -138,12 +140,14 @@ def random_scenario(
     elif not long_window and rng.random() < 0.3:
         values["interval"] = rng.randint(5 if policy in RAGGED else 1, 31)
     if policy == "streaming" and rng.random() < 0.25:
-        values["protect_prompt"] = True
+        values["pin"] = "prompt"
+    pins = (0.0, 0.5)[seed // 2 % 2]
     return Scenario(
         policy=values,
         depth=depth,
         block_size=block_size,
-        spare=(1.5, 0.1, 0.5, 0.0)[seed % 4],
+        # With room for what several pin and share.
+        spare=(1.5, 0.1, 0.5, 0.0)[seed % 4] + 1.5 * caching * bool(pins),
         max_num_seqs=rng.choice((2, 4, 8, 8)),
         max_batched=rng.choice((16, 64, 300, 1024)),
         long_prefill=rng.choice((0, 0, 48)),
@@ -156,6 +160,7 @@ def random_scenario(
         caching=caching,
         # Bounded requests are hardly ever preempted otherwise.
         foresees=seed % 3 != 1,
+        pins=pins,
     )
 
 

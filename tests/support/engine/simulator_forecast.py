@@ -52,7 +52,7 @@ class ForecastCheck:
             index = step - booking.start
             check(0 <= index < len(booking.levels), name, "not booked for", step)
             foreseen = booking.levels[index]
-            held = manager.num_held(name) - admission._discount(name, step)
+            held = manager.num_held(name) - admission.shared.discount(name, step)
             check(held <= foreseen, name, "holds", held, "foreseen", foreseen)
             if booking.offset is None or asked.is_dynamic or name in with_event:
                 continue
@@ -140,7 +140,8 @@ class ForecastCheck:
         self.totals["held back"] += admission.num_held_back
         self.totals["calls"] += sum(admission.pressure.num_calls.values())
         check(not admission.forecast.bookings, "booked", admission.forecast.bookings)
-        check(not admission._shared and not admission._last, "admission left over")
+        left = admission.shared.by_request, admission._last
+        check(not any(left), "admission left over", *left)
         pressure = admission.pressure
         check(not pressure.at_floors.bookings and not pressure._floors, "floors left")
         check(not pressure._windows and not admission._waits, "windows or waits left")

@@ -37,6 +37,7 @@ class Asked:
         prompt_len: tokens of its prompt.
         plan: its events; None where it wants the full KV cache.
         recent, sinks: tokens that are always kept.
+        pinned: superblocks of them that no event may touch.
         window: queries that the policy reads.
         window_blocks: superblocks that they take.
         keeps_all: there is no budget; unless dynamic, events permute and drop nothing.
@@ -52,6 +53,7 @@ class Asked:
     plan: EventPlan | None = None
     recent: int = 0
     sinks: int = 0
+    pinned: int = 0
     policy: str = "none"
     window: int = 0
     window_blocks: int = 0
@@ -64,9 +66,8 @@ class Asked:
     def footprint(self, block_size: int) -> Footprint:
         """Return the superblocks that the request may hold."""
         assert self.plan is not None
-        return Footprint(
-            self.plan, self.recent, block_size, self.keeps_all, self.window_blocks
-        )
+        sizes = self.recent, block_size, self.keeps_all, self.window_blocks
+        return Footprint(self.plan, *sizes, self.pinned)
 
 
 def no_lists() -> Lists:
@@ -121,6 +122,11 @@ class Incarnation:
         """Return the positions that each head holds, given the local ones."""
         return [np.concatenate([kept, local]) for kept in self.survivors]
 
+    @property
+    def pins(self) -> np.ndarray:
+        """Superblocks that an event has left alone."""
+        return self.row[: self.asked.pinned if self.positions else 0]
+
 
 def own_pages(block_ids: Any) -> np.ndarray:
     """Return [heads, blocks] stock page ids of superblocks."""
@@ -151,7 +157,7 @@ def draw_quota(
     """
     if not asked.is_ragged:
         return [num_dest] * NUM_HEADS
-    sinks = -(-asked.sinks // block_size)
+    sinks = max(-(-asked.sinks // block_size) - asked.pinned, 0)
     quota = [min(sinks, pages) for pages in held]
     total = min(num_dest * NUM_HEADS, sum(held))
     if asked.is_dynamic:

@@ -55,7 +55,10 @@ class TableCheck:
         size, names = self.block_size, list(scheduled)
         states = [live[name] for name in names]
         rows = torch.from_numpy(self.requests.rows(names, len(names)))
-        expected = [[*state.dest_blocks, *self._local(state)] for state in states]
+        expected = [
+            [*state.pins.tolist(), *state.dest_blocks, *self._local(state)]
+            for state in states
+        ]
         table = torch.tensor(np.stack([state.row for state in states])).int()
         width = max(map(len, expected))
         computed = torch.tensor([state.computed for state in states]).int()
@@ -69,7 +72,7 @@ class TableCheck:
         ):
             check(have[: len(want)] == want, name, "table", have, "expected", want)
             held = len(state.survivors[0]) + state.computed
-            held -= state.frontier_blocks * size
+            held -= (state.frontier_blocks - len(state.pins)) * size
             check(state.computed - gone == held, name, "length", state.computed, gone)
 
     def _local(self, state: Incarnation) -> list[int]:
@@ -134,13 +137,13 @@ class RaggedCheck(TableCheck):
         tables = folded.tables.unflatten(1, (-1, HEADS)).numpy()
         lengths = folded.lengths.unflatten(1, (-1, HEADS)).numpy()
         for request, (name, state) in enumerate(zip(names, states, strict=True)):
-            stock = own_pages(self._local(state))
+            stock, pins = own_pages(self._local(state)), own_pages(state.pins)
             for number, own in enumerate(state.pages):
                 layer, head = divmod(number, HEADS)
-                want = np.concatenate([own, stock[number]])
+                want = np.concatenate([pins[number], own, stock[number]])
                 have = tables[layer, request, head][: len(want)]
                 check(np.array_equal(have, want), name, "pages", have, want)
                 held = len(state.survivors[number]) + state.computed
-                held -= state.frontier_blocks * self.block_size
+                held -= (state.frontier_blocks - len(state.pins)) * self.block_size
                 found = int(lengths[layer, request, head])
                 check(found == held, name, "length", found, held)

@@ -125,6 +125,7 @@ class StorageWorker:
             is_right = asked.is_called or state.positions == expected
             check(is_right, "events", request_id, state.positions)
             local = state.row[state.frontier_blocks : state.row_length]
+            local = np.concatenate([state.pins, local])
             window = own_pages(state.window)
             for pages in (np.concatenate(state.pages), own_pages(local), window):
                 self._clear(pages)
@@ -188,13 +189,15 @@ class StorageWorker:
         expected = (position - asked.recent) // size * size
         check(frontier == expected, name, "wrong frontier", event)
         check(event.policy == asked.policy, name, "policy", event)
-        check(event.sinks == asked.sinks, name, "sinks", event)
-        floor = asked.plan.budget
+        pins = asked.pinned * size
+        check(event.sinks == max(asked.sinks - pins, 0), name, "sinks", event)
+        floor = asked.plan.budget - pins
         is_right = event.budget == floor or asked.is_called and event.budget > floor
         check(is_right, name, "budget", event)
         self.totals["events above the floor"] += event.budget > floor
         self._check_blocks(state, event)
-        newly = np.arange(state.frontier_blocks * size, frontier)
+        first = state.frontier_blocks * size if event.ordinal else pins
+        newly = np.arange(first, frontier)
         leaving = own_pages(event.leaving_blocks)
         pages = [
             np.concatenate([old, new])
@@ -224,8 +227,10 @@ class StorageWorker:
         budget = event.budget
         if asked.keeps_all:
             # Where answers have been heard, what is left goes to as many superblocks.
-            whole = min(event.frontier_blocks, len(event.source_blocks))
+            behind = event.frontier_blocks - asked.pinned
+            whole = min(behind, len(event.source_blocks))
             check(len(event.dest_blocks) == whole, name, "keeps", kept, event)
+            kept += asked.pinned * size
             check(asked.is_dynamic or kept == event.position, name, "keeps", event)
         elif asked.is_dynamic and len(event.dest_blocks) == len(event.source_blocks):
             check(kept < budget + size, name, "keeps", kept, event)
@@ -236,7 +241,11 @@ class StorageWorker:
         # The scheduler may or may not have heard what the last event left over.
         known = event.num_global
         check(known in (len(state.dest_blocks), state.num_used), name, "trimmed", event)
-        old = tuple(state.row[state.frontier_blocks : event.frontier_blocks].tolist())
+        first = state.frontier_blocks if event.ordinal else asked.pinned
+        old = tuple(state.row[first : event.frontier_blocks].tolist())
+        pins = tuple(state.row[: asked.pinned].tolist())
+        check(event.pinned_blocks == pins, name, "pins", event, pins)
+        self.totals["events behind pins"] += bool(pins)
         sources = state.dest_blocks[:known] + old
         check(event.source_blocks == sources, name, "sources", event, sources)
 
@@ -266,7 +275,7 @@ class StorageWorker:
         chosen = draw_survivors(asked, held, quota, size, self.rng)
         for tokens in chosen:
             sinks = (tokens < asked.sinks).sum()
-            check(sinks == asked.sinks, event.request_id, "sinks lost", event)
+            check(sinks == event.sinks, event.request_id, "sinks lost", event)
         # What is freed is anybody's from here on.
         self._clear(own_pages(event.source_blocks))
         state.pages = draw_pages(asked, dest, quota, self.rng)
@@ -339,13 +348,14 @@ class StorageWorker:
         state, size = self.live[request_id], self.block_size
         end, first = state.computed + count, state.frontier_blocks * size
         local_blocks = state.row[state.frontier_blocks : -(-end // size)]
+        pins, local = own_pages(state.pins), own_pages(local_blocks)
         pages = [
-            np.concatenate([old, new])
-            for old, new in zip(state.pages, own_pages(local_blocks), strict=True)
+            np.concatenate(each) for each in zip(pins, state.pages, local, strict=True)
         ]
-        self._check_tokens(
-            state, pages, state.held(np.arange(first, end)), request_id, "attends"
-        )
+        pinned = np.arange(len(state.pins) * size)
+        held = state.held(np.arange(first, end))
+        held = [np.concatenate([pinned, each]) for each in held]
+        self._check_tokens(state, pages, held, request_id, "attends")
         check(0 not in local_blocks, request_id, "attends the null block")
         known, state.computed = self.known[request_id], min(end, state.rejected)
         state.rejected = NEVER

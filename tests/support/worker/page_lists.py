@@ -50,7 +50,7 @@ class Lists:
         row = self.requests.take(name)
         first = torch.tensor([[0, *sizes]]).cumsum(-1)
         self.tables.update([row], torch.tensor([row]), first, flat)
-        self.requests.frontier_blocks[row] = frontier
+        self.requests.skip[row] = self.requests.skip_cpu[row] = frontier
         self.requests.frontier_blocks_cpu[row] = frontier
         self.lists[name], self.frontier[name] = lists, frontier
         self.folder.forget([name, "not in the batch"])

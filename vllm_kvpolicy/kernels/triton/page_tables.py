@@ -21,13 +21,14 @@ def page_tables(
     seq_lens: Tensor,
     global_blocks: Tensor,
     num_global: Tensor,
-    frontier_blocks: Tensor,
+    skip: Tensor,
+    pinned: Tensor,
     block_size: int,
 ) -> None:
     """Rows of `tables`, `block_table` and `global_blocks` are contiguous."""
     num_rows, num_columns = tables.shape
     batch = tables, lengths, rows, block_table, seq_lens
-    survivors = global_blocks, num_global, frontier_blocks
+    survivors = global_blocks, num_global, skip, pinned
     strides = tables.stride(0), block_table.stride(0), global_blocks.stride(0)
     sizes = num_columns, block_table.shape[1], block_size
     _page_tables[(num_rows, triton.cdiv(num_columns, COLUMNS))](
@@ -39,12 +40,14 @@ def enter_requests(
     index: Tensor,
     dest: Tensor,
     frontier: Tensor,
+    pins: Tensor,
     global_blocks: Tensor,
     num_global: Tensor,
-    frontier_blocks: Tensor,
+    skip: Tensor,
+    pinned: Tensor,
 ) -> None:
-    entered = (each.contiguous() for each in (index, dest, frontier))
-    table = global_blocks, num_global, frontier_blocks
+    entered = (each.contiguous() for each in (index, dest, frontier, pins))
+    table = global_blocks, num_global, skip, pinned
     _enter_requests[(len(index),)](
         *entered, *table, global_blocks.stride(0), dest.shape[1], TILE=COLUMNS
     )
@@ -53,7 +56,7 @@ def enter_requests(
 @triton.jit(do_not_specialize=["num_columns", "table_columns"])
 def _page_tables(
     tables, lengths, rows, block_table, seq_lens,
-    global_blocks, num_global, frontier_blocks,
+    global_blocks, num_global, skip, pinned,
     tables_stride: tl.int64, block_table_stride: tl.int64, global_stride: tl.int64,
     num_columns, table_columns, block_size,
     COLUMNS: tl.constexpr,
@@ -61,31 +64,34 @@ def _page_tables(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + row)
     held = tl.load(num_global + slot)
-    frontier = tl.load(frontier_blocks + slot)
+    skipped = tl.load(skip + slot) - held
     if tl.program_id(1) == 0:
-        length = tl.load(seq_lens + row) - (frontier - held) * block_size
-        tl.store(lengths + row, length)
+        tl.store(lengths + row, tl.load(seq_lens + row) - skipped * block_size)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_column = column < num_columns
-    is_global = column < held
-    local = tl.minimum(tl.maximum(column - held + frontier, 0), table_columns - 1)
+    place = column - tl.load(pinned + slot)
+    is_global = (place >= 0) & (place < held)
+    local = tl.where(place < 0, column, column + skipped)
+    local = tl.minimum(tl.maximum(local, 0), table_columns - 1)
     own = block_table + row * block_table_stride + local
     block = tl.load(own, mask=is_column & ~is_global, other=0)
-    survivors = global_blocks + slot * global_stride + column
+    survivors = global_blocks + slot * global_stride + place
     block += tl.load(survivors, mask=is_column & is_global, other=0)
     tl.store(tables + row * tables_stride + column, block, mask=is_column)
 
 
 @triton.jit(do_not_specialize=["num_dest"])
 def _enter_requests(
-    index, dest, frontier, global_blocks, num_global, frontier_blocks,
+    index, dest, frontier, pins, global_blocks, num_global, skip, pinned,
     global_stride: tl.int64, num_dest,
     TILE: tl.constexpr,
 ):  # fmt: skip
     event = tl.program_id(0).to(tl.int64)
     slot = tl.load(index + event)
     tl.store(num_global + slot, num_dest)
-    tl.store(frontier_blocks + slot, tl.load(frontier + event).to(tl.int32))
+    pin = tl.load(pins + event)
+    tl.store(pinned + slot, pin.to(tl.int32))
+    tl.store(skip + slot, (tl.load(frontier + event) - pin).to(tl.int32))
     for begin in range(0, num_dest, TILE):
         place = begin + tl.arange(0, TILE)
         inside = place < num_dest
@@ -101,6 +107,7 @@ def head_page_tables(
     slots: Tensor,
     blocks: Tensor,
     skip: Tensor,
+    pinned: Tensor,
     pages: Tensor,
     first: Tensor,
     own_page: Tensor,
@@ -109,7 +116,7 @@ def head_page_tables(
     """Rows of `blocks`, `pages` and `first` are contiguous."""
     num_layers, _, num_heads, num_columns = tables.shape
     batch = tables, offsets, which, slots, blocks
-    lists = skip, pages, first, own_page
+    lists = skip, pinned, pages, first, own_page
     strides = *tables.stride()[:3], *offsets.stride()
     rows = blocks.stride(0), pages.stride(0), first.stride(0)
     sizes = num_heads, num_columns, blocks.shape[1]
@@ -138,7 +145,7 @@ def enter_page_lists(
 
 @triton.jit(do_not_specialize=VARYING)
 def _head_page_tables(
-    tables, offsets, which, slots, blocks, skip, pages, first, own_page,
+    tables, offsets, which, slots, blocks, skip, pinned, pages, first, own_page,
     tables_layer: tl.int64, tables_row: tl.int64, tables_head: tl.int64,
     offsets_layer: tl.int64, offsets_row: tl.int64, offsets_head: tl.int64,
     blocks_row: tl.int64, pages_row: tl.int64, first_row: tl.int64,
@@ -149,7 +156,7 @@ def _head_page_tables(
     layer, head = (number // num_heads).to(tl.int64), number % num_heads
     row = tl.load(which + tl.program_id(1))
     slot = tl.load(slots + tl.program_id(1))
-    skipped = tl.load(skip + slot)
+    skipped, first_global = tl.load(skip + slot), tl.load(pinned + slot)
     start = tl.load(first + slot * first_row + number)
     count = tl.load(first + slot * first_row + number + 1) - start
     place = offsets + layer * offsets_layer + row * offsets_row + head * offsets_head
@@ -160,9 +167,11 @@ def _head_page_tables(
     for begin in range(0, num_columns, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         is_column = column < num_columns
-        is_global = column < count
-        page = tl.load(listed + column, mask=is_column & is_global, other=0)
-        local = tl.minimum(tl.maximum(column - count + skipped, 0), num_blocks - 1)
+        order = column - first_global
+        is_global = (order >= 0) & (order < count)
+        page = tl.load(listed + order, mask=is_column & is_global, other=0)
+        local = tl.where(order < 0, column, column - count + skipped)
+        local = tl.minimum(tl.maximum(local, 0), num_blocks - 1)
         entry = blocks + row * blocks_row + local
         block = tl.load(entry, mask=is_column & ~is_global, other=0).to(tl.int64)
         page = tl.where(is_global, page, (block * stride + own).to(tl.int32))

@@ -10,7 +10,7 @@ chunk scaled by the range of the chunk before), "segment" (EpiKV-Seg: the best t
 each segment first, more of them where keys vary more).
 Deviations: tokens are dropped at events, not one per step; the newest tokens that stay
 are the must-keep set that all policies share (theirs min(128, K / 4)); K counts
-generated tokens where the prompt is protected; RoPE keeps true positions (theirs stop
+generated tokens where the prompt is pinned; RoPE keeps true positions (theirs stop
 at K); norms are not rounded to bf16. "segment" fills the budget with the next best
 tokens (theirs leaves it empty). "lag-kv" averages keys over layers by cache index,
 which names different tokens where heads keep different ones.
@@ -97,7 +97,7 @@ class MixScorer(BaseScorer):
 
     summary = "change of the hidden state while the token was computed"
     source = "EpiKV, arXiv 2606.26472"
-    protect_prompt = True
+    pins_prompt = True
     measures_tokens = True
 
     class Options(BaseOptions):

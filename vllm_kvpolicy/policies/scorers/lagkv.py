@@ -6,7 +6,7 @@ Source: LagKV (arXiv 2504.04704) section 3;
 https://github.com/NVIDIA/kvpress/blob/main/kvpress/presses/lagkv_press.py.
 Deviations: computed in float32; a channel that does not vary in the next block counts
 as zero (theirs divides by zero). Blocks start after the sinks, which are the leading
-run of must-keep tokens: a protected prompt as a whole.
+run of must-keep tokens; what is pinned lies before all blocks.
 """
 
 import torch

@@ -40,7 +40,7 @@ class RPCScorer(BaseScorer):
     source = "Reasoning Path Compression, arXiv 2505.13866"
     query_window = "rpc_window"
     weighs_itself = True
-    protect_prompt = True
+    pins_prompt = True
 
     class Options(BaseOptions):
         rpc_window: Queries = Field(

@@ -90,9 +90,9 @@ class LiveEvents:
                 keep it; with `with_text` only.
         """
         size, position = self.positions.block_size, event.position
-        num_local = event.local_tokens(size)
-        kept = seen.num_survivors + num_local
-        by_token = tokens_kept(seen, position, num_local)
+        num_local, pinned = event.local_tokens(size), len(event.pinned_blocks) * size
+        kept = pinned + seen.num_survivors + num_local
+        by_token = tokens_kept(seen, position, num_local, pinned)
         record = {
             "kind": "event",
             "at": time.time(),
@@ -105,11 +105,14 @@ class LiveEvents:
             "position": position,
             "prompt": event.prompt_tokens,
             "budget": event.budget,
-            "sinks": event.sinks,
+            "sinks": pinned + event.sinks,
+            "pinned": pinned,
             "frontier": event.frontier_blocks * size,
-            "held": round(float(seen.num_held.mean()), 1),
+            "held": round(float(pinned + seen.num_held.mean()), 1),
             "kept": kept.reshape(self.shape).tolist(),  # sync-ok: numpy
-            "age": _rounded(mean_age(seen, position, num_local).reshape(self.shape)),
+            "age": _rounded(
+                mean_age(seen, position, num_local, pinned).reshape(self.shape)
+            ),
             "retention": _rounded(in_bins(by_token)),
             "first_known": seen.first_known,
         }
@@ -119,7 +122,9 @@ class LiveEvents:
         return record
 
 
-def tokens_kept(seen: Followed, position: int, num_local: int) -> np.ndarray:
+def tokens_kept(
+    seen: Followed, position: int, num_local: int, pinned: int
+) -> np.ndarray:
     """Return [position] float64, the share of heads that keep each token.
 
     Where survivors were not followed, all tokens have the mean.
@@ -127,22 +132,26 @@ def tokens_kept(seen: Followed, position: int, num_local: int) -> np.ndarray:
     Args:
         position: p, tokens computed before it.
         num_local: newest tokens, which all heads keep.
+        pinned: first tokens, which all heads keep, too.
     """
     heads, survivors = len(seen.survivors), seen.survivors
     counts = np.bincount(survivors[survivors >= 0], minlength=position)
     share = counts / heads
     share[position - num_local :] = 1
     unknown = seen.num_survivors.sum() - np.count_nonzero(survivors >= 0)
-    share[: seen.first_known] = unknown / max(heads * seen.first_known, 1)
+    below = slice(pinned, seen.first_known)
+    share[below] = unknown / max(heads * (seen.first_known - pinned), 1)
+    share[:pinned] = 1
     return share
 
 
-def mean_age(seen: Followed, position: int, num_local: int) -> np.ndarray:
+def mean_age(seen: Followed, position: int, num_local: int, pinned: int) -> np.ndarray:
     """Return [n] float64, how far back a head looks, from 0 to 1; see `tokens_kept`."""
     is_known = seen.survivors >= 0
     ages = np.where(is_known, position - seen.survivors, 0).sum(1)
     ages += num_local * (num_local + 1) // 2
-    counts = is_known.sum(1) + num_local
+    ages += pinned * position - pinned * (pinned - 1) // 2
+    counts = is_known.sum(1) + num_local + pinned
     return ages / np.maximum(counts, 1) / position
 
 

@@ -76,7 +76,7 @@ class TruePositions:
         Tokens since the last event are consecutive up to this one.
         """
         frontier = event.frontier_blocks - len(event.leaving_blocks)
-        frontier *= self.block_size  # of the last event
+        frontier *= self.block_size  # of the last event, or where what is pinned ends
         num_old = num_held - (event.position - frontier)
         old, first_known = np.empty((len(num_held), 0), np.int32), 0
         if event.ordinal and own in self._known:

@@ -31,6 +31,8 @@ DENSITY_PERCENTS = (60, 90)
 def with_attention(decision: Decision, needs: Needs, inputs: EventInputs) -> Decision:
     """Note the attention that a decision retains and how dense attention is.
 
+    Of what lies behind the pinned tokens, as policies see it.
+
     Notes, [E, L, H] float32, means over the queries of the policy's window:
         retained_mass: share of the attention that the chosen tokens hold;
         lse_drop: minus its logarithm, in nats: the LSE of all held tokens minus that
@@ -100,6 +102,7 @@ class Tracer:
                 np.sort(tokens[:count][mask[:count]]) for tokens, count, mask in heads
             ]
             shape = decision.keep.shape[1:3]
+            pinned = len(event.pinned_blocks) * self.block_size
             self._write(
                 EventRecord(
                     request_id=event.request_id,
@@ -109,7 +112,8 @@ class Tracer:
                     frontier=event.frontier_blocks * self.block_size,
                     budget=event.budget,
                     prompt=event.prompt_tokens,
-                    sinks=event.sinks,
+                    sinks=pinned + event.sinks,
+                    pinned=pinned,
                     block_size=self.block_size,
                     held=seen.held.reshape(*shape, -1),
                     selected=_padded(chosen, shape),

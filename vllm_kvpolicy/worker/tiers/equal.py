@@ -45,11 +45,11 @@ class PhysicalTables:
         seq_lens: torch.Tensor,
         width: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put each row's global superblocks in front of its local ones.
+        """Put each row's global superblocks between its pinned and its local ones.
 
-        Example: N = 4; a request of 29 tokens has its survivors in superblocks 9 and 8
-        and its frontier at superblock 6 of the row 40, 41, ..., 47. It gets the table
-        [9, 8, 46, 47] and the length 29 - (6 - 2) * 4 = 13.
+        Example: N = 4; a request of 29 tokens has none pinned, its survivors in
+        superblocks 9 and 8 and its frontier at superblock 6 of the row 40, 41, ..., 47.
+        It gets the table [9, 8, 46, 47] and the length 29 - (6 - 2) * 4 = 13.
 
         Args:
             rows: [R] int64, rows of the request table.
@@ -62,7 +62,7 @@ class PhysicalTables:
         """
         tables, lengths = self.tables[: len(rows), :width], self.lengths[: len(rows)]
         own = self.requests
-        survivors = own.global_blocks, own.num_global, own.frontier_blocks
+        survivors = own.global_blocks, own.num_global, own.skip, own.pinned
         step = rows, block_table, seq_lens
         page_tables(tables, lengths, *step, *survivors, own.block_size)
         return tables, lengths

@@ -140,12 +140,11 @@ class HeadTables:
         rows: torch.Tensor,
         blocks: torch.Tensor,
         skip: torch.Tensor,
+        pinned: torch.Tensor,
     ) -> None:
-        """Put global pages in front of local ones; see `head_page_tables_ref`."""
-        lists = self.pages, self.first, self.own_page
-        head_page_tables(
-            tables, offsets, which, rows, blocks, skip, *lists, self.stride
-        )
+        """Put global pages behind pinned ones; see `head_page_tables_ref`."""
+        batch = tables, offsets, which, rows, blocks, skip, pinned
+        head_page_tables(*batch, self.pages, self.first, self.own_page, self.stride)
 
 
 SPARE = 8  # rows and columns by which a batch may grow before tables are replaced
@@ -333,8 +332,8 @@ class Folder:
         held = common.seq_lens_cpu_upper_bound.numpy()
         num_blocks = -(-held // requests.block_size)
         rows = requests.rows(request_ids, num_rows)
-        frontier = requests.frontier_blocks_cpu[rows]
-        num_pages = num_blocks - frontier + self.lists.most(rows, frontier)
+        skip = requests.skip_cpu[rows]
+        num_pages = num_blocks - skip + self.lists.most(rows, skip)
         width = int(num_pages.max())
         self.tables = tables = self.tables.with_room(num_rows, width)
         names = [*request_ids, *[""] * (num_rows - len(request_ids))]
@@ -347,7 +346,8 @@ class Folder:
                 to_device(changed, requests.device),
                 to_device(rows[changed], requests.device),
                 common.block_table_tensor,
-                requests.frontier_blocks,
+                requests.skip,
+                requests.pinned,
             )
             tables.filled[:num_rows] = keys
         return width

@@ -140,6 +140,19 @@ class PageSelection:
             mine = by_group[:, group].flatten()
             page_bounds(self.bounds[group], self.pool.keys[group], mine)
 
+    def add_pinned(self, events: Sequence[CompactEvent]) -> None:
+        """Compute the bounds of pinned pages, once for each request."""
+        new = [event for event in events if not event.ordinal]
+        blocks = {each for event in new for each in event.pinned_blocks}
+        if events[0].policy not in self.policies or not blocks:
+            return
+        index = to_device(sorted(blocks), self.requests.device)
+        pages = self.pool.own_pages(index[None])[0]
+        by_group = pages.flatten(0, 1).unflatten(0, (self.pool.num_groups, -1))
+        for group in range(self.pool.num_groups):
+            mine = by_group[group].flatten()
+            page_bounds(self.bounds[group], self.pool.keys[group], mine)
+
     def warm_up(self) -> None:
         """Score and choose the null page, so that the kernels are compiled."""
         dim = self.pool.head_dim

@@ -48,7 +48,7 @@ class RaggedTier(Tier):
         super().__init__(requests, pool)
         self.lists, self.folder = lists, Folder(requests, lists, tables)
         self.num_groups = pool.num_groups
-        self._no_skip = torch.zeros_like(requests.frontier_blocks)
+        self._nothing = torch.zeros_like(requests.skip)
         self.is_captured, self.selection, self.exact = is_captured, selection, exact
 
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class RaggedTier(Tier):
             "recent": padded([e.leaving_blocks + e.local_blocks for e in events]),
             "leaving": [len(event.leaving_blocks) for event in events],
             "floor": [
-                min(-(-event.sinks // block_size), event.frontier_blocks)
+                min(-(-event.sinks // block_size), len(event.source_blocks))
                 for event in events
             ],
             "total": total * np.ones((1, self.num_groups), np.int64),
@@ -92,9 +92,8 @@ class RaggedTier(Tier):
         width = int((most + blocks).max())
         count = recent.new_empty((1, len(events), self.num_heads))
         pages = recent.new_empty((*count.shape, width))
-        self.lists.expand(
-            pages, count, sent["which"], sent["rows"], recent, self._no_skip
-        )
+        alone = recent, self._nothing, self._nothing
+        self.lists.expand(pages, count, sent["which"], sent["rows"], *alone)
         return HeldPages(
             pages=pages[0],
             num_pages=count[0] + sent["leaving"][:, None],
@@ -144,6 +143,7 @@ class RaggedTier(Tier):
         after = self.lists.update(*rows, lists.first, lists.pages)
         if self.selection is not None:
             self.selection.update(batch.rows, batch.events, lists.pages)
+            self.selection.add_pinned(batch.events)
         return EventAnswer(batch.events, before, after, self.num_heads)
 
     def metadata(self, step: Step) -> StepMetadata:
