@@ -180,7 +180,7 @@ def check_pin(key: str, value: Any, of_request: bool = False) -> None:
     is_left = value is None and not of_request
     if not (is_left or is_number or value in PINS):
         words = ", ".join(map(repr, PINS))
-        raise wrong(key, value, f"{words} or a number of tokens")
+        raise wrong(key, value, f"{words} or a number of tokens, at most {MOST}")
 
 
 def trace_folder(value: Any) -> str | None:

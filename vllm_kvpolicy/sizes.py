@@ -344,25 +344,26 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"tokens ever drops any{'' if config.is_auto else ', lower --kv-budget'}"
         )
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
+    is_pinned = config.pins not in (NONE, 0)
+    pinned = f" and what is pinned ({config.pins})" if is_pinned else ""
     if config.events == PRESSURE:
         most = vllm_config.scheduler_config.max_num_seqs
         is_high = fit < most and not config.is_auto
-        is_pinned = config.pins not in (NONE, 0)
         advice = "; others are preempted or wait: a lower --kv-budget, or `auto`, helps"
         return (
             f"KV policy {config.policy}: events when the pool runs short, none below "
             f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}; "
             f"the pool of {num_blocks - 1} blocks fits {fit_whole} requests of "
             f"{max_model_len} tokens uncut ({whole} blocks each), or {fit} that are "
-            f"cut so far ({held} each{', and what is pinned' * is_pinned}); with "
+            f"cut so far ({held} each{pinned}); with "
             f"{most} at once (--max-num-seqs) nobody is ever cut in a pool of "
             f"{most * whole} blocks{advice * is_high}"
         )
     return (
         f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "
         f"head, event every {config.interval_tokens}; a request that generates "
-        f"{max_model_len} tokens holds at most {held} blocks instead of {whole}, "
-        f"so the pool of {num_blocks - 1} fits {fit} such requests instead of "
+        f"{max_model_len} tokens holds at most {held} blocks{pinned} instead of "
+        f"{whole}, so the pool of {num_blocks - 1} fits {fit} such requests instead of "
         f"{fit_whole}"
     )
 

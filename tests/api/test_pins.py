@@ -107,7 +107,7 @@ def test_servers_without_a_template_are_refused(kind, serves):
     model = SimpleNamespace(hf_config=SimpleNamespace(model_type=kind))
     engine = SimpleNamespace(model_config=model)
     config = KVPolicyConfig("tova", pin="system")
-    with pytest.raises(ValueError, match="pin: got 'system', .* render the template"):
+    with pytest.raises(ValueError, match="kv_pin: got 'system', .* template"):
         pins.check_server(config, engine, serves)
     pins.check_server(KVPolicyConfig("tova", pin="prompt"), engine, serves)
     model.hf_config.model_type = "qwen3"

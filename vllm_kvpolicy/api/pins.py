@@ -23,8 +23,8 @@ def check_server(config: KVPolicyConfig, vllm_config: Any, serves_chats: bool) -
     is_harmony = vllm_config.model_config.hf_config.model_type == "gpt_oss"
     if config.pin == SYSTEM and (is_harmony or not serves_chats):
         raise ValueError(
-            f"pin: got {SYSTEM!r}, which only servers know that render the template of "
-            f"a chat; expected {NONE!r}, {PROMPT!r} or a number of tokens"
+            f"kv_pin: got {SYSTEM!r}, expected {NONE!r}, {PROMPT!r} or a number of "
+            "tokens: only a server that renders a chat's template knows the rest"
         )
 
 

@@ -116,7 +116,8 @@ def check_params(
     config = server.with_request(params.extra_args, block_size)
     if (params.extra_args or {}).get("kv_pin") == SYSTEM:
         expected = (
-            f"{PROMPT!r} or a number of tokens: no chat template is rendered for it"
+            f"{NONE!r}, {PROMPT!r} or a number of tokens: no chat template is rendered "
+            "for it"
         )
         raise wrong("kv_pin", SYSTEM, expected)
     if config is not None:
