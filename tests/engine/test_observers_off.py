@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from support.engine.helpers import Engine, make_jobs
 from vllm_kvpolicy.observe.metrics import Collector
 from vllm_kvpolicy.observe.shared_files import RANK, SCHEDULER, Ring, own_engine
+from vllm_kvpolicy.observe.snapshots import PERIOD_SECONDS
 
 VALUES = {"policy": "ams-tova", "budget": 100, "interval": 40, "live": True}
 JOBS = make_jobs((60, 130, 200, 90), 150, seed=3)
@@ -72,6 +74,7 @@ def test_observers_that_die_are_told_and_nothing_else_changes(
             shutil.rmtree(compactor.trace.directory)
             owner, method, _ = observers[live]
             monkeypatch.setattr(owner, method, Broken())
+            time.sleep(PERIOD_SECONDS)  # after which the next snapshot is due
         if steps == 2 * DIES_AT:
             assert off(engine, missed) == {"trace": 1, "live": 1, "counters": 0}
             engine.scheduler.kv_policy_counters.file.path.unlink()
