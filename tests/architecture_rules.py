@@ -14,6 +14,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "events",
+        "hints",
         "protocol",
         "config",
         "config_keys",
@@ -35,6 +36,7 @@ BESIDE |= {"training"}
 # models of options, which loads neither torch nor vLLM.
 LEAVES = (
     "events",
+    "hints",
     "protocol",
     "config",
     "config_keys",

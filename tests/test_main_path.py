@@ -15,7 +15,9 @@ PACKAGE = Path(__file__).parents[1] / "vllm_kvpolicy"
 WHOLE_ROOMS = ("api.", "block_manager.")
 UNNAMED = {
     "api.patch_table": "rows that api.patch reads",
-    "api.pins": "chats that pin their system messages",
+    "api.chats": "chats that pin their system messages, or give hints about any",
+    "hints": "requests that say what stays and what goes first",
+    "worker.hints": "the same",
     "block_manager.claim": "keeps room for urgent requests under vLLM's priorities",
     "block_manager.output_lengths": "learns from answers that stop by themselves",
     "block_manager.counting": "adds to counters, the same without a policy",

@@ -7,6 +7,7 @@ of the plain form are the flags without their prefix: `--kv-budget` is `budget`.
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from vllm_kvpolicy.config_keys import (
     DEFAULT_RECENT,
     DEFAULT_SINKS,
     FLAG_KEYS,
+    HINT_KEYS,
     INTEGER_KEYS,
     LEAST_AUTO,
     NONE,
@@ -37,6 +39,7 @@ from vllm_kvpolicy.config_keys import (
     wrong,
 )
 from vllm_kvpolicy.events import NO_STEP, EventPlan, Footprint
+from vllm_kvpolicy.hints import NO_HINTS, Hints, read_hints
 from vllm_kvpolicy.policies.names import ResolvedPolicy, grammar, parse, resolve
 
 CONFIG_KEY = "kv_policy"
@@ -78,6 +81,7 @@ class KVPolicyConfig:
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
         report_events: each answer says what its events dropped.
+        hints: requests may say which of their tokens stay and which go first.
         live: the server has routes and a page that show what runs.
         live_text: they show the text of prompts and answers as well.
     """
@@ -97,8 +101,11 @@ class KVPolicyConfig:
     trace_dir: str | None = None
     spread_events: bool = True
     report_events: bool = False
+    hints: bool = False
     live: bool = False
     live_text: bool = False
+    # What a request says; not a key.
+    hinted: Hints = NO_HINTS
     # The budget was AUTO; not a key.
     is_auto: bool = False
     # By policy name: what follows from `options`, made once and shared with requests.
@@ -182,6 +189,19 @@ class KVPolicyConfig:
                 f"{key}: got {self.pin!r} with {self.policy!r} and `exact`, which "
                 f"masks pinned tokens, too; expected {NONE!r}, or `exact` false"
             )
+
+    def _read_hints(self, asked: Mapping[str, Any], policy_name: str) -> Hints:
+        """Read a request's hints; ValueError where they could not be followed."""
+        own, key = self.resolved(policy_name), next(k for k in HINT_KEYS if k in asked)
+        if not self.hints:
+            expected = "none, or a server with `hints` true in --kv-policy-config"
+        elif own.is_exact:
+            expected = f"none with {policy_name!r} and `exact`: it masks tokens itself"
+        elif own.info.keeps_all and own.info.admission is None:
+            expected = f"none with {policy_name!r}, which drops nothing"
+        else:
+            return read_hints(asked)
+        raise wrong(key, asked[key], expected)
 
     def _check_ceiling(self, key: str, page_tokens: int) -> None:
         """Raise ValueError unless a ceiling is above the floor, and has an effect."""
@@ -278,6 +298,12 @@ class KVPolicyConfig:
         wanted = self.pins
         tokens = wanted if isinstance(wanted, int) else words[wanted]
         return min(tokens, prompt_tokens)
+
+    def hints_of(self, prompt_tokens: int, block_size: int) -> Hints:
+        """Return the hints of a request, as far as its budget has room for them."""
+        room: float = self.budget_tokens - self.least_budget(block_size)
+        room = math.inf if self.resolved().info.is_unbounded else room
+        return self.hinted.fitted(self.pinned_tokens(prompt_tokens), room)
 
     def footprint(
         self, prompt_tokens: int, block_size: int, query_rows: int, phase: int = 0
@@ -376,10 +402,10 @@ class KVPolicyConfig:
     ) -> "KVPolicyConfig | None":
         """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
 
-        Known keys: `kv_policy` (`none`, or one of `policies`), `kv_pin`, `kv_budget`,
-        `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each of the last five
-        is at most the server's, because the server sized its memory for those. Keys
-        that do not begin with `kv_` are not looked at.
+        Known keys: `kv_policy` (`none`, or one of `policies`), `kv_pin`, HINT_KEYS,
+        `kv_budget`, `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each of
+        the last five is at most the server's, because the server sized its memory for
+        those. Keys that do not begin with `kv_` are not looked at.
 
         Returns:
             The request's configuration, or None where it asks for the full KV cache.
@@ -406,6 +432,8 @@ class KVPolicyConfig:
             changes = {"policy": policy_name, "allow": self.policies}
         if "kv_pin" in asked:
             changes["pin"] = asked["kv_pin"]
+        if any(key in asked for key in HINT_KEYS):
+            changes["hinted"] = self._read_hints(asked, policy_name)
         for key in FLAG_KEYS:
             label = f"kv_{key.key}"
             if label in asked:

@@ -137,7 +137,7 @@ INTEGER_KEYS = (
 ALWAYS, PRESSURE = "always", "pressure"  # when events come
 NONE, SYSTEM, PROMPT = PINS = "none", "system", "prompt"  # what is pinned of a prompt
 # Keys that are true or false, and fields of the same names.
-SWITCHES = ("spread_events", "report_events", "live", "live_text")
+SWITCHES = ("spread_events", "report_events", "hints", "live", "live_text")
 FLAG_KEYS = tuple(key for key in INTEGER_KEYS if key.is_flag)
 VALID_KEYS = (
     "policy",
@@ -195,6 +195,10 @@ def trace_folder(value: Any) -> str | None:
     return folder or None
 
 
+# Ranges of tokens that a request gives, and of a chat messages in place of tokens.
+KEEP, DROP_FIRST = "kv_keep", "kv_drop_first"
+MESSAGE_KEYS = {"kv_keep_messages": KEEP, "kv_drop_messages": DROP_FIRST}
+HINT_KEYS = (KEEP, DROP_FIRST, *MESSAGE_KEYS)
 # Keys of `extra_args` that begin like ours and belong to vLLM.
 _VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
 
@@ -205,7 +209,8 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     Raises:
         ValueError: a key begins like ours and is unknown, or the server's alone.
     """
-    known = ("kv_policy", "kv_pin", *(f"kv_{key.key}" for key in FLAG_KEYS))
+    numbers = (f"kv_{key.key}" for key in FLAG_KEYS)
+    known = ("kv_policy", "kv_pin", *numbers, *HINT_KEYS)
     asked = {}
     for key, value in (extra_args or {}).items():
         if key in known:

@@ -6,6 +6,8 @@ that an event runs before the forward pass whose `schedule()` freed its superblo
 
 from dataclasses import dataclass
 
+from vllm_kvpolicy.hints import NO_HINTS, Hints
+
 
 @dataclass(frozen=True)
 class CompactEvent:
@@ -31,6 +33,7 @@ class CompactEvent:
         local_blocks: superblocks of the tokens at and above F.
         pinned_blocks: first superblocks of the prompt, which stay as they are and are
             not part of the event; others may use them, too.
+        hints: which tokens stay, and which go first.
         window_blocks: superblocks with the newest queries, which the event gives back,
             so that they may be destinations, too; none where it reads no queries.
     """
@@ -50,6 +53,7 @@ class CompactEvent:
     local_blocks: tuple[int, ...]
     pinned_blocks: tuple[int, ...] = ()
     window_blocks: tuple[int, ...] = ()
+    hints: Hints = NO_HINTS
 
     @property
     def leaving_blocks(self) -> tuple[int, ...]:

@@ -217,7 +217,7 @@ def test_an_urgent_request_does_not_rely_on_what_less_urgent_ones_hold():
     admission = Entry(engine.planner, engine.manager, 500, 100, late_steps=0)
     for leaving, expected in (((), 6), (("low",), 4), (("low", "other"), 0)):
         admission.shared.note_hit("new", prefix, frozenset(leaving))
-        assert admission.shared.by_request["new"].count == expected
+        assert admission.shared.by_request["new"].loose == expected
 
 
 @pytest.mark.parametrize("speed", [1, 2, 5])

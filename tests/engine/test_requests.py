@@ -9,7 +9,8 @@ import pytest
 
 from support.engine.helpers import BLOCK, Engine, Session, config_of, make_jobs, serve
 from support.engine.oracle_replay import check_replay
-from support.engine.oracle_selection import Report, check_selection
+from support.engine.oracle_selection import Report, check_selection, inside
+from support.made_patterns import write_pattern
 from support.sweeps import some
 
 VALUES = {"policy": "snapkv", "budget": 128, "interval": 64, "prefill_interval": 256}
@@ -69,6 +70,50 @@ def test_what_is_pinned_stays(
                 held = np.r_[row, np.arange(event.frontier, event.position)]
                 assert np.isin(np.arange(whole, tokens), held).all()
         check_selection(decoder, result, config_of(values), BLOCK, Report())
+        check_replay(decoder, result)
+
+
+HINTED = {"kv_keep": [40, 50, 90, 96], "kv_drop_first": [120, 180]}
+
+
+@pytest.mark.parametrize(
+    "policy", ["snapkv", "ams-tova", "adakv-snapkv", "duo+snapkv", "duo"]
+)
+def test_hints_say_what_stays_and_what_goes_first(
+    tiny_model: Path, tmp_path: Path, decoder, policy: str
+) -> None:
+    """In every head at every event, and other requests of a batch do not notice."""
+    values = {**VALUES, "policy": policy, "budget": 100, "interval": 40, "hints": True}
+    if policy.startswith("duo"):  # one head of each layer keeps its text
+        path = write_pattern(tmp_path / "duo", [[0.9, 0.1], [0.2, 0.7]], 4, 32)
+        values["policy_config"] = {"duo_pattern": str(path), "duo_sparsity": 0.5}
+    jobs = make_jobs((310, 310, 200, 310), 120, seed=22)
+    asked = [HINTED, {**HINTED, "kv_pin": 70}, {"kv_keep": [0, 190]}, None]
+    jobs = [replace(job, extra_args=x) for job, x in zip(jobs, asked, strict=True)]
+    with Engine(tiny_model, values, tmp_path) as engine:
+        results = engine.run(jobs).results
+        alone = engine.run(jobs[-1:]).results["r3"]
+    assert results["r3"].tokens == alone.tokens
+    config = config_of(values)
+    for result in results.values():
+        own = config.with_request(result.job.extra_args)
+        hints = own.hints_of(len(result.job.prompt), BLOCK)
+        said = (
+            (result.output.kv_transfer_params or {}).get("kv_policy", {}).get("hints")
+        )
+        assert said == (hints.said() if hints else None)
+        assert len(result.events) >= 3
+        for event in result.events:
+            ended = np.arange(event.pinned, event.frontier)
+            for row in event.survivors.reshape(-1, event.survivors.shape[-1]):
+                dropped = np.setdiff1d(ended, row)
+                assert not inside(dropped, hints.keep).any()
+                # Whole pages are filled up where there is no budget.
+                assert inside(row, hints.drop_first).sum() < (
+                    BLOCK if policy == "duo" else 1
+                )
+        if policy == "snapkv":
+            check_selection(decoder, result, own, BLOCK, Report())
         check_replay(decoder, result)
 
 

@@ -193,10 +193,10 @@ UNDER_PRESSURE = """() => {
     showPools(); showRequests();
     const left = (mark) => mark.hidden ? null : parseFloat(mark.style.left);
     const rows = [...document.querySelectorAll("#rows tr")].map((row) => {
-        const [, floor, level] = row.querySelector(".keep").children;
+        const [, floor, level, pin] = row.querySelector(".keep").children;
         const {innerText, title} = row.children[3];
         return [row.classList.contains("uncut"), innerText, title, left(floor),
-                left(level)];
+                left(level), parseFloat(pin.style.width)];
     });
     const pool = left(document.querySelector(".pool .level"));
     return [view.engines[0].requests, rows, pool, $("legend").lastChild.innerText];
@@ -211,14 +211,14 @@ def test_under_pressure_it_shows_the_level_floors_and_who_was_never_cut(
     browser, port, monkeypatch
 ):
     """The level is below the floor of these requests, which they keep."""
-    level, floor = 20, 60
+    level, floor, pinned = 20, 60, 32
     monkeypatch.setitem(FACTS, "events", "pressure")
     with (
         PlayedEngine(3, num_without=1) as engine,
         serving(port) as url,
         page_of(browser) as page,
     ):
-        engine.floor = floor
+        engine.floor, engine.pinned = floor, pinned
         engine.counters.set("level_tokens", level)
         unlock(page, url)
         wait_for(page, "document.querySelectorAll('#rows tr.uncut').length === 1")
@@ -234,8 +234,12 @@ def test_under_pressure_it_shows_the_level_floors_and_who_was_never_cut(
         for place, (request, row) in enumerate(zip(requests, rows, strict=True)):
             is_uncut, kept, title, *marks = row
             assert is_uncut == (not place) == (kept == "all")
-            assert title == "never cut, " * is_uncut + "floor 60, level 20"
-            at = [100 * tokens / request["computed"] for tokens in (floor, level)]
+            pinned = request["pinned"]
+            said = f"pinned {pinned}, " * (pinned > 0)
+            said += f"floor 60, level {level + pinned}"
+            assert title == "never cut, " * is_uncut + said
+            tokens = floor, level + pinned, pinned
+            at = [100 * each / request["computed"] for each in tokens]
             assert marks == pytest.approx(at, abs=0.01)
         assert faint_texts(page) == []
         engine.num_without = 3

@@ -44,6 +44,16 @@ def attention(inputs: EventInputs, at: tuple[int, int, int]) -> list[float]:
     return torch.stack(rows).mean(0).tolist()
 
 
+def test_what_goes_first_is_merged_into_nothing() -> None:
+    inputs, _ = decide()
+    candidates = inputs.must_keep | (torch.arange(TOKENS) % 3 > 0)
+    _, got = decide(inputs=replace(inputs, candidates=candidates))
+    assert got.merge is not None
+    partner = got.merge.partner
+    taken = candidates.gather(-1, partner.clamp_min(0))
+    assert (partner >= 0).any() and (taken | (partner < 0)).all()
+
+
 @pytest.mark.parametrize("budget", [60, 100])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_strongest_survivor_takes_the_weakest(name: str, budget: int) -> None:

@@ -56,6 +56,24 @@ def test_keeps_the_budget_and_the_must_keep_set(
         assert value.shape == shape and value.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_hints_come_before_scores(name: str, build: Build) -> None:
+    """What must stay lies anywhere, and what goes first only fills up pages."""
+    policy, generator = build(name), torch.Generator().manual_seed(1)
+    inputs = make_inputs(policy.needs)
+    marks = torch.rand(inputs.must_keep.shape, generator=generator)
+    must_keep = (inputs.must_keep | (marks > 0.95)) & inputs.valid
+    candidates = (must_keep | (marks > 0.3)) & inputs.valid
+    got = policy.decide(
+        replace(inputs, must_keep=must_keep, candidates=candidates), BUDGET
+    )
+    assert (got.keep | ~must_keep).all() and not (got.keep & ~inputs.valid).any()
+    assert policy.decide(inputs, BUDGET).keep[~candidates].any()
+    if registry.parse(name).scorer is not None:
+        assert not (got.keep & ~candidates).any()
+        assert (got.score[~candidates & inputs.valid] == -torch.inf).all()
+
+
 @pytest.mark.parametrize("name", ["tova", "snapkv", "keydiff", "h2o"])
 def test_uniform_is_top_k_by_score(name: str) -> None:
     policy = factory.build(name)

@@ -120,6 +120,8 @@ def test_dashboard_and_alerts_read_series_that_are_there(server):
         ({"kv_sinks": "\ud800"}, ["kv_sinks: got '\\ud800'", "integer"]),
         ({"kv_pin": "all"}, ["kv_pin: got 'all'", "'system'", "a number of tokens"]),
         ({"kv_pin": "system"}, ["kv_pin: got 'system'", "no chat template"]),
+        ({"kv_keep": [8]}, ["kv_keep: got [8]", "a list of first, end"]),
+        ({"kv_keep_messages": [0]}, ["kv_keep with tokens", "no chat template"]),
         ({"kv_policy_engine": "../x"}, ["'kv_policy_engine'", "kv_budget"]),
     ],
 )
@@ -149,6 +151,26 @@ def test_a_chat_says_what_it_has_pinned(server, pin, tokens):
     said = answer.json()["kv_transfer_params"]["kv_policy"]
     assert said["pinned"] == tokens // BLOCK * BLOCK
     assert len(said["dropped"]) > 1
+
+
+def test_messages_of_a_chat_stay_or_go_first(server):
+    """The template writes `ROLE: ...`, a line for each message; tokens are letters."""
+    said = {"user": "Why?" + 18 * "ab", "tool": 60 * "x", "system": "Be brief."}
+    messages = [{"role": role, "content": text} for role, text in said.items()]
+    body = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
+    body |= {"messages": messages, "vllm_xargs": {"kv_keep_messages": [2]}}
+    body["vllm_xargs"] |= {"kv_drop_messages": [1], "kv_keep": [0, 6]}
+    answer = post(server, "chat/completions", body)
+    assert answer.status_code == 200, answer.text
+    ends = [6 + 40, 6 + 40 + 1 + 6 + 60, 6 + 40 + 1 + 6 + 60 + 1 + 8 + 9]
+    found = answer.json()["kv_transfer_params"]["kv_policy"]
+    keep, drop = [[0, 6], [ends[2] - 9, ends[2]]], [[ends[1] - 60, ends[1]]]
+    assert found["hints"] == {"keep": keep, "drop_first": drop, "missed": []}
+    assert found["dropped"]
+    body["vllm_xargs"] = {"kv_keep_messages": [3]}
+    answer = post(server, "chat/completions", body)
+    assert answer.status_code == 400, answer.text
+    assert "kv_keep_messages: got [3], expected a list of" in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

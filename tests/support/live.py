@@ -88,6 +88,7 @@ class PlayedEngine:
     Attributes:
         is_silent: it tells nothing, as an engine within a long step.
         floor: of requests; None where no events are called for.
+        pinned: tokens of requests that have a policy.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class PlayedEngine:
         self.num_steps = self.num_told = self.num_events = 0
         self.is_silent = False
         self.floor: int | None = None
+        self.pinned = 0
         self.num_without, self._most_events = num_without, most_events
         self._period, self._end = period, threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -121,7 +123,7 @@ class PlayedEngine:
             for place, row in enumerate(snapshot["requests"]):
                 row["computed"] += self.num_steps
                 row["events"] = int(place >= self.num_without)
-                row["floor"] = self.floor
+                row |= {"floor": self.floor, "pinned": self.pinned}
                 if not row["events"]:
                     row |= {"uncut": True, "held": row["computed"]}
             self.scheduler.append(snapshot)

@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         'preset. {"allow": [NAME, ...]} lists more policies that requests may '
         'choose; {"trace": FOLDER} records what each event keeps; {"spread_events": '
         'false} leaves events of equal requests in the same steps; {"report_events": '
-        "true} has answers say what their events dropped.",
+        'true} has answers say what their events dropped; {"hints": true} lets '
+        "requests say which tokens stay and which go first.",
     )
     add(
         "--kv-live",

@@ -10,17 +10,16 @@ methods of single objects are replaced where they are used, in `block_manager` a
 
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_kvpolicy.api import (
+    chats,
     cli,
     engine_config,
     engines,
     live,
-    pins,
     request_guards,
 )
 from vllm_kvpolicy.api import patch_table as table
@@ -86,7 +85,7 @@ def _with_policy(original: Callable) -> Callable:
             if serves_http and engine_config.is_counted(vllm_config):
                 _wrap(table.ATTACH_METRICS, _with_counters)
             return vllm_config
-        pins.check_server(config, vllm_config, serves_http or runs_batch)
+        chats.check_server(config, vllm_config, serves_http or runs_batch)
         engine_config.finish(self, vllm_config, config)
         _wrap(table.PROCESS_INPUTS, _with_request_check)
         _wrap(table.ENGINE_READY, _with_engine_check)
@@ -103,7 +102,7 @@ def _wrap_server() -> None:
     """Wrap what only servers and batches use."""
     _wrap(table.ATTACH_METRICS, _with_counters)
     _wrap(table.GENERATE, _with_early_check)
-    _wrap(table.PREPROCESS_CHAT, _with_system_pin)
+    _wrap(table.PREPROCESS_CHAT, _with_chat_tokens)
     _wrap(table.RESPONSES, _with_early_response_check)
     _wrap(table.BEAM_COMPLETION, _with_beam_check)
     _wrap(table.BEAM_CHAT, _with_beam_check)
@@ -141,16 +140,23 @@ def _with_early_check(original: Callable) -> Callable:
     return generate
 
 
-def _with_system_pin(original: Callable) -> Callable:
+def _with_chat_tokens(original: Callable) -> Callable:
     async def preprocess_chat(
         self: Any, request: Any, messages: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not pins.wants_system(self.renderer.config, request):
+        keys = chats.wants(self.renderer.config, request)
+        if not keys:
             return await original(self, request, messages, *args, **kwargs)
-        messages = pins.listed(messages)
+        messages = chats.listed(messages)
         found = await original(self, request, messages, *args, **kwargs)
-        render = partial(original, self, request)
-        await pins.pin_system(render, request, messages, found[1][0], args, kwargs)
+
+        async def render(others: Any) -> Any:
+            options = {**kwargs, "parser": None}  # which would change the request
+            _, (other,) = await original(self, request, others, *args, **options)
+            return other.get("prompt_token_ids") or ()
+
+        known = found[1][0].get("prompt_token_ids") or ()
+        await chats.put_tokens(keys, render, request, messages, known)
         return found
 
     return preprocess_chat

@@ -145,7 +145,7 @@ PREPROCESS_CHAT = Patch(
     "vllm.renderers.online_renderer:OnlineRenderer.preprocess_chat",
     "async self request messages default_template default_template_content_format "
     "default_template_kwargs tool_dicts parser * skip_mm_cache",
-    "a chat template does not tell where system messages and tools end",
+    "a chat template does not tell which tokens its messages become",
     "vLLM says which tokens of a prompt are of which message",
 )
 PATCHES = (

@@ -42,7 +42,7 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
     server = server_config(processor.vllm_config)
     if server is None:
         return
-    with _client_errors():
+    with client_errors():
         if request.resumable:
             raise ValueError(
                 "resumable: got a streaming-input session, which --kv-policy "
@@ -67,7 +67,7 @@ def check_early(engine: Any, prompt: Any, params: Any) -> None:
     server = server_config(engine.vllm_config)
     if server is not None:
         known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
-        with _client_errors():
+        with client_errors():
             _check_once(params, len(known or ()), engine.vllm_config, server)
 
 
@@ -87,7 +87,7 @@ def _check_once(
 
 
 @contextmanager
-def _client_errors() -> Iterator[None]:
+def client_errors() -> Iterator[None]:
     """Turn ValueError into the error that vLLM answers with HTTP 400."""
     try:
         yield
@@ -166,7 +166,7 @@ def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
     Raises:
         KVPolicyRequestError: naming the first such key, or one that is unknown.
     """
-    with _client_errors():
+    with client_errors():
         for key in request_keys(extra_args):
             raise ValueError(
                 f"{key}: has no effect with use_beam_search; leave one of them out"

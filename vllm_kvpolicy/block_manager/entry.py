@@ -194,7 +194,7 @@ class Entry:
             self._book(request_id, state, levels, offset)
         if leaving:
             shared = self.shared.of(request_id)
-            self._claim.make(request, shared.count + shared.pinned, leaving)
+            self._claim.make(request, shared.loose + shared.pinned, leaving)
         return num_new
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
@@ -394,7 +394,7 @@ class Entry:
         shared = self.shared.of(request.request_id)
         first_event = state.first_event - self._lead  # as soon as it may come
         num_before = min(first_event - end + 1, shared.until - self.forecast.step)
-        levels[: max(num_before, 0)] -= shared.count
+        levels[: max(num_before, 0)] -= shared.loose
         if self._sliding.count:
             beside = self.manager.sliding.held(request.request_id)
             levels += window_levels(self._sliding, positions, beside)

@@ -7,6 +7,7 @@ from itertools import islice
 
 from vllm_kvpolicy.block_manager.forecast import Course
 from vllm_kvpolicy.events import NO_STEP, PHASE_BITS, Footprint
+from vllm_kvpolicy.hints import NO_HINTS, Hints
 from vllm_kvpolicy.protocol import (
     NO_COMMANDS,
     CompactEvent,
@@ -41,6 +42,7 @@ class RequestPlan:
     num_drafts: int = 0
     is_called: bool = False
     ceiling: int | None = None
+    hints: Hints = NO_HINTS
 
     @cached_property
     def first_event(self) -> int:
@@ -412,6 +414,7 @@ class Planner:
             dest_blocks=dest_blocks,
             local_blocks=local_blocks,
             window_blocks=state.window,
+            hints=state.plan.hints,
         )
         state.ordinal += 1
         if state.call is not None and state.call.position <= position:

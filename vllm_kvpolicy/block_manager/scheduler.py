@@ -226,6 +226,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             num_drafts=self.vllm_config.num_speculative_tokens,
             is_called=config.events == PRESSURE and not info.is_unbounded,
             ceiling=config.ceiling_tokens and config.ceiling_tokens + pinned,
+            hints=config.hints_of(prompt_tokens, block_size),
         )
         self.kv_policy_planner.add(request_id, plan)
 
@@ -464,19 +465,23 @@ class KVPolicySchedulerMixin(CountingMixin):
         self._sees_all.discard(request.request_id)
 
     def _report(self, request_id: str) -> dict[str, Any] | None:
-        """Return what an answer says of its events; None where it says nothing.
+        """Return what an answer says of its hints and events; None for nothing.
 
         It takes the place of what KV connectors say, which no server with a policy has.
         """
         state = self.kv_policy_planner.states.get(request_id)
-        if state is None or not self.kv_policy_config.report_events:
+        if state is None:
             return None
-        said: dict[str, Any] = {"dropped": list(state.dropped.values())}
-        if state.pinned:
-            said["pinned"] = state.pinned_tokens
-        if state.earlier:
-            said["before_preemption"] = list(state.earlier)
-        return {"kv_policy": said}
+        said: dict[str, Any] = {}
+        if state.plan.hints:
+            said["hints"] = state.plan.hints.said()
+        if self.kv_policy_config.report_events:
+            said["dropped"] = list(state.dropped.values())
+            if state.pinned:
+                said["pinned"] = state.pinned_tokens
+            if state.earlier:
+                said["before_preemption"] = list(state.earlier)
+        return {"kv_policy": said} if said else None
 
     def shutdown(self) -> None:
         """Stop; what the engine tells others ends with it."""

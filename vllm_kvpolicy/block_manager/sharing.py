@@ -22,13 +22,13 @@ class Shared(NamedTuple):
     """How many superblocks of a request's cached prefix others account for.
 
     Args:
-        count: of those that its first event replaces.
+        loose: of those that its first event replaces.
         until: step until which others do, unless that event is before.
         pinned: of those that no event touches.
         pinned_until: step until which others do.
     """
 
-    count: int = 0
+    loose: int = 0
     until: int = 0
     pinned: int = 0
     pinned_until: int = 0
@@ -64,7 +64,7 @@ class Sharing:
         """Whether anything is shared in this step."""
         step = self.forecast.step
         return any(
-            each.count * (each.until > step) + each.pinned * (each.pinned_until > step)
+            each.loose * (each.until > step) + each.pinned * (each.pinned_until > step)
             for each in self.by_request.values()
         )
 
@@ -119,7 +119,7 @@ class Sharing:
         """Return how many superblocks of a request others account for in a step."""
         shared = self.of(request_id)
         has_events = self.planner.states[request_id].ordinal
-        found = 0 if has_events or step >= shared.until else shared.count
+        found = 0 if has_events or step >= shared.until else shared.loose
         return found + (shared.pinned if step < shared.pinned_until else 0)
 
     def pins(self, request_id: str) -> np.ndarray:
@@ -147,4 +147,4 @@ class Sharing:
         releases = self._releases(row, shared.pinned, later)
         until = max(releases, default=self.forecast.step)
         pinned = shared.pinned if releases else 0  # the first one is alone for good
-        self.by_request[request_id] = Shared(shared.count, shared.until, pinned, until)
+        self.by_request[request_id] = Shared(shared.loose, shared.until, pinned, until)

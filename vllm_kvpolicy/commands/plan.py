@@ -20,6 +20,7 @@ from vllm_kvpolicy.commands.outputs import table
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_event
+from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.sizes import (
     auto_budget,
@@ -475,7 +476,8 @@ def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
 def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
     """Return the tables of a worker that grow with the pool, as it makes them."""
     policies = map(assemble, config.all_resolved)
-    names = {name for policy in policies for name in remembered(policy.needs)}
+    extra = Needs(positions=config.hints)
+    names = {name for policy in policies for name in remembered(policy.needs | extra)}
     return SideTables(
         num_requests=engine.vllm_config.scheduler_config.max_num_seqs,
         num_heads=engine.num_layers * engine.num_kv_heads,

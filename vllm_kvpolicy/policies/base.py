@@ -106,7 +106,8 @@ class EventInputs:
         until: [E, L, H, T] int32, first query that no longer sees each token;
             `kernels.visibility.NEVER` where it is kept.
         candidates: [E, L, H, T] bool, tokens that an eviction may choose, must-keep
-            tokens among them; None for all. Fewer than the budget may be left of a row.
+            tokens among them; None for all. Fewer than the budget may be left of a row,
+            which others then fill up to whole pages.
         ranks: for what depends on heads that other ranks have.
         sink_logits: [L, Hq] float32, of learned sinks, which take part in every
             softmax of the model; None where it has none.
@@ -179,8 +180,9 @@ class Decision:
         keep: [E, L, H, T] bool, must-keep tokens included, padding excluded. Exactly
             `budget` True per row; under a ragged policy `budget` per row on average
             over the layers and heads of each event, or all that is held where that is
-            less; under a dynamic one no more than that. The policies that only move
-            tokens (`identity`, `holes`) keep every valid token instead.
+            less; under a dynamic one, or with `candidates`, no more than that. The
+            policies that only move tokens (`identity`, `holes`) keep every valid token
+            instead.
         score: [E, L, H, T] float32, higher is kept sooner; ranks the tokens that fill
             up a partly used page. Unspecified on padding.
         memory: by name, [E, L, H, T] float32 before the survivors are gathered.

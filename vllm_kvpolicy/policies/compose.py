@@ -67,7 +67,9 @@ class ComposedPolicy(Policy):
             score = score.masked_fill(~inputs.candidates, -torch.inf)
         decision = self.allocator.choose(score, inputs, usage, budget)
         if inputs.candidates is not None:
-            decision = replace(decision, keep=decision.keep & inputs.candidates)
+            lowest_last = decision.score.masked_fill(~inputs.candidates, -torch.inf)
+            keep = decision.keep & inputs.candidates
+            decision = replace(decision, keep=keep, score=lowest_last)
         return replace(decision, memory={**decision.memory, **remembered})
 
 
@@ -122,6 +124,8 @@ class AdmittedPolicy(Policy):
         gates = self._gates(inputs)
         is_useful = gates > self.admission.threshold
         admitted = inputs.valid & (inputs.must_keep | is_useful)
+        if inputs.candidates is not None:
+            admitted &= inputs.candidates
         memory = {} if self.needs.until else {MEMORY: gates}
         notes = {"gates": gates}
         if self.eviction is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_kvpolicy.kernels.assign_pages import PageLists
-from vllm_kvpolicy.policies.base import Decision, EventInputs, Policy
+from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs, Policy
 from vllm_kvpolicy.protocol import CompactEvent
 
 
@@ -37,6 +37,7 @@ class Batch:
 
     Args:
         rows: rows of the requests in the worker's tables.
+        needs: what the policy reads, and positions where an event has hints.
         sent: integers of the host, int64 on the device: those that `Compactor`,
             `Tier.numbers` and `Capture.numbers` name, `rows` [E] among them.
     """
@@ -44,6 +45,7 @@ class Batch:
     events: Sequence[CompactEvent]
     policy: Policy
     rows: Sequence[int]
+    needs: Needs
     sent: Mapping[str, torch.Tensor]
     held: HeldPages
 

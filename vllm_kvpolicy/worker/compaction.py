@@ -34,6 +34,7 @@ from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
+from vllm_kvpolicy.worker.hints import has_hints, hint_numbers, hinted
 from vllm_kvpolicy.worker.layers import no_sinks
 from vllm_kvpolicy.worker.observers.live import LiveEvents
 from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
@@ -149,13 +150,15 @@ class Compactor:
         rows = [self.requests.take(event.request_id) for event in events]
         pairs = zip(rows, events, strict=True)
         fresh = [row for row, event in pairs if not event.ordinal]
-        numbers = self._numbers(events, rows, policy.needs) | {"fresh": fresh}
+        hints = hint_numbers(events)
+        needs = policy.needs | Needs(positions=bool(hints))
+        numbers = self._numbers(events, rows, needs) | {"fresh": fresh} | hints
         sent = to_device_together(numbers, self.requests.device)
         if fresh:
             self.tier.clear(fresh, sent["fresh"])
             self.memory.clear(sent["fresh"])
         held = self.tier.held(events, rows, sent)
-        return Batch(events, policy, rows, sent, held)
+        return Batch(events, policy, rows, needs, sent, held)
 
     def _numbers(
         self, events: Sequence[CompactEvent], rows: Sequence[int], needs: Needs
@@ -177,14 +180,14 @@ class Compactor:
         inputs = self._inputs(batch)
         decision = batch.policy.decide(inputs, batch.events[0].budget)
         if self.trace is not None:
-            decision = with_attention(decision, batch.policy.needs, inputs)
+            decision = with_attention(decision, batch.needs, inputs)
         if decision.merge is not None:
             inputs = inputs.copied()
         return Choice(inputs, decision)
 
     def _inputs(self, batch: Batch) -> EventInputs:
         """Return what the policy of a batch sees."""
-        held, needs, sent = batch.held, batch.policy.needs, batch.sent
+        held, needs, sent = batch.held, batch.needs, batch.sent
         block_size, end = self.pool.block_size, sent["end"]
         lengths, must_keep = must_keep_tokens(
             held.num_pages, held.num_local, sent["sinks"], block_size, held.max_tokens
@@ -200,6 +203,10 @@ class Compactor:
         if needs.positions:
             positions = self._positions(memory.pop(POSITIONS), lengths, end)
             optional["positions"] = positions.view(*shape, -1)
+            if has_hints(sent):
+                stays, others = hinted(sent, positions, lengths, batch.events)
+                must_keep |= stays
+                optional["candidates"] = (must_keep | others).view(*shape, -1)
         for capture in self.captures:
             if capture.serves(needs):
                 optional |= capture.read(batch)
@@ -304,7 +311,7 @@ class Compactor:
     ) -> None:
         """Keep what the policy wants to find again, and true positions."""
         values = dict(choice.decision.memory)
-        if batch.policy.needs.positions:
+        if batch.needs.positions:
             values[POSITIONS] = choice.inputs.given("positions").float() + 1
         if not values:
             return

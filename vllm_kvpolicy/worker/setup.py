@@ -206,7 +206,9 @@ class WorkerSetup:
             is_early_ours: `early_bytes` are taken from the same memory.
         """
         readers = {
-            VALUES: self._those(lambda needs, own: remembered(needs)),
+            VALUES: self._those(
+                lambda needs, own: remembered(needs) or self.config.hints
+            ),
             PAGES: self._those(lambda needs, own: own.info.selection or needs.until),
             LISTS: self._those(lambda needs, own: own.is_ragged),
         }
@@ -362,6 +364,7 @@ def prepare(
     shard = head_shard(vllm_config, first)
     policies = _policies(vllm_config, config, layers, shard)
     needs = reduce(or_, (policy.needs for policy in policies.values()))
+    needs |= Needs(positions=config.hints)
     rope = rope_for(policies, model, layers)
     num_requests = vllm_config.scheduler_config.max_num_seqs
     num_global = max_global_blocks(vllm_config, config)

@@ -16,6 +16,7 @@ import torch
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import LAST_PHASE
+from vllm_kvpolicy.hints import NO_HINTS, Hints
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 
@@ -164,6 +165,7 @@ class DummyEvents:
                     local_blocks=tuple(row[frontier:]),
                     pinned_blocks=pinned,
                     window_blocks=(0,) * footprint.window_blocks,
+                    hints=Hints(keep=((0, 1),)) if asked.hints else NO_HINTS,
                 )
             )
             held = events[-1].dest_blocks

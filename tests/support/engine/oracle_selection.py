@@ -19,6 +19,7 @@ from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import event_positions, request_phase
+from vllm_kvpolicy.hints import NO_HINTS, Hints, Ranges
 from vllm_kvpolicy.policies.allocators.ams import AMSConfig, select
 
 GAP = 1e-5
@@ -105,12 +106,14 @@ class Selector:
         config: the engine's policy, with the request's own knobs.
         decoder: gives the softmax scale and the shape of the model.
         first: tokens that are pinned, in whole superblocks.
+        hints: what stays and what goes first, as far as the budget has room.
         credit: EMA credit per (layer, head), of the tokens after the last event.
     """
 
     config: KVPolicyConfig
     decoder: ReferenceDecoder
     first: int = 0
+    hints: Hints = NO_HINTS
     credit: dict[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     @property
@@ -191,9 +194,10 @@ class Selector:
         num_sinks = self.config.sink_tokens
         local = event.position - event.frontier
         if self.allocator == "":
-            is_kept = np.zeros(len(score), dtype=bool)
+            is_kept = inside(row.held, self.hints.keep)
             is_kept[:num_sinks] = is_kept[len(score) - local :] = True
-            return fill(is_kept, score, event.budget)
+            chosen = fill(is_kept, score, event.budget)
+            return chosen[is_kept[chosen] | (score[chosen] > -np.inf)]
         config = AMSConfig(
             **self.config.resolved().options, sinks=num_sinks, recent=local
         )
@@ -218,6 +222,11 @@ class Selector:
         """Carry the credit of the tokens that the server kept to the next event."""
         if (layer, head) in self.credit:
             self.credit[layer, head] = self.credit[layer, head][indices]
+
+
+def inside(held: np.ndarray, ranges: Ranges) -> np.ndarray:
+    """Return [T] bool, which positions lie in a range."""
+    return np.array([any(f <= p < e for f, e in ranges) for p in held], dtype=bool)
 
 
 def fill(is_kept: np.ndarray, score: np.ndarray, count: int) -> np.ndarray:
@@ -257,13 +266,15 @@ def check_selection(
     first = pinned // block_size * block_size  # behind it tokens are chosen
     sinks = max(max(config.sink_tokens, pinned) - first, 0)
     seen = activations(decoder, result)
-    selector = Selector(replace(config, sink_tokens=sinks), decoder, first)
+    hints = config.hints_of(len(result.job.prompt), block_size)
+    selector = Selector(replace(config, sink_tokens=sinks), decoder, first, hints)
     previous = None
     for event in result.events:
         rows = selector.rows(seen, event, previous)
         for layer, heads in enumerate(rows):
             for head, row in enumerate(heads):
                 score = selector.score(heads, head)
+                score[inside(row.held, hints.drop_first)] = -np.inf
                 kept = selector.choose(row, score, event, layer, head)
                 where = f"{result.job.name} p={event.position} l={layer} h={head}"
                 held = compare_row(row, score, kept, event, layer, head, where, report)

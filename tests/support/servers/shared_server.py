@@ -18,5 +18,5 @@ served-model-name: tiny
 api-key: {KEY}
 kv-policy-config:
   '{{"allow": ["streaming", "chunk-keydiff", "ams-expected"], "expected_window": 40,
-  "report_events": true}}'
+  "report_events": true, "hints": true}}'
 """

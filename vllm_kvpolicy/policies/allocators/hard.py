@@ -211,7 +211,8 @@ def choose_merge(
     """
     attention = mean_over_group(usage, keep.shape[2])
     free = inputs.valid & ~inputs.must_keep
-    partner = pair_up(keep & free, ~keep & free, attention, order)
+    weak = ~keep & (free if inputs.candidates is None else free & inputs.candidates)
+    partner = pair_up(keep & free, weak, attention, order)
     other = attention.gather(-1, partner.clamp_min(0))
     total = attention + other
     weight = torch.where((partner < 0) | (total == 0), 1.0, attention / total)

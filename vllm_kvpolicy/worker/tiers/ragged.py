@@ -15,6 +15,7 @@ from vllm_kvpolicy.kernels.assign_pages import (
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
+from vllm_kvpolicy.worker.hints import always_kept
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
@@ -67,8 +68,8 @@ class RaggedTier(Tier):
             "recent": padded([e.leaving_blocks + e.local_blocks for e in events]),
             "leaving": [len(event.leaving_blocks) for event in events],
             "floor": [
-                min(-(-event.sinks // block_size), len(event.source_blocks))
-                for event in events
+                min(-(-always_kept(e, block_size) // block_size), len(e.source_blocks))
+                for e in events
             ],
             "total": total * np.ones((1, self.num_groups), np.int64),
         }

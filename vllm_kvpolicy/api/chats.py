@@ -1,0 +1,139 @@
+"""Finds which tokens of a chat's prompt are its system messages, or any message.
+
+Chat templates do not tell. So a chat is rendered once more, with something else in the
+place of what is looked for: as far as both agree, nothing of that shows.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_kvpolicy.api.request_guards import client_errors
+from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
+from vllm_kvpolicy.config_keys import MESSAGE_KEYS, NONE, PROMPT, SYSTEM, wrong
+from vllm_kvpolicy.hints import MOST_RANGES, ranges_of
+
+logger = init_logger("vllm.kv_policy")
+ROLES = ("system", "developer")
+OTHER = "\u2060"  # begins and ends like no message that people send
+Render = Callable[[Sequence[Any]], Awaitable[Sequence[int]]]
+
+
+def check_server(config: KVPolicyConfig, vllm_config: Any, serves_chats: bool) -> None:
+    """Raise ValueError where SYSTEM is to be pinned and no template is rendered."""
+    is_harmony = vllm_config.model_config.hf_config.model_type == "gpt_oss"
+    if config.pin == SYSTEM and (is_harmony or not serves_chats):
+        raise ValueError(
+            f"kv_pin: got {SYSTEM!r}, expected {NONE!r}, {PROMPT!r} or a number of "
+            "tokens: only a server that renders a chat's template knows the rest"
+        )
+
+
+def wants(vllm_config: Any, request: Any) -> set[str]:
+    """Return the keys of a chat, or of its server, that take a look at its template."""
+    server = server_config(vllm_config)
+    if server is None or getattr(request, "use_beam_search", False):
+        return set()
+    if not hasattr(request, "vllm_xargs"):  # as what only counts tokens
+        return set()
+    asked = request.vllm_xargs or {}
+    name = asked.get("kv_policy", server.policy)
+    if name == PER_REQUEST_OFF:
+        return set()
+    pin = asked.get("kv_pin")
+    if "kv_pin" not in asked and name in server.policies:
+        pin = NONE if server.resolved(name).is_exact else server.pin
+    found = asked.keys() & MESSAGE_KEYS.keys() if server.hints else set()
+    return found | ({"kv_pin"} if pin == SYSTEM else set())
+
+
+def listed(messages: Sequence[Any]) -> list[Any]:
+    """Return messages whose parts can be read twice; pydantic's only once."""
+    found = list(messages)
+    for message in found:
+        parts = message.get("content") if isinstance(message, dict) else None
+        if parts is not None and not isinstance(parts, str | list):
+            message["content"] = list(parts)
+    return found
+
+
+async def put_tokens(
+    keys: set[str],
+    render: Render,
+    request: Any,
+    messages: Sequence[Any],
+    known: Sequence[int],
+) -> None:
+    """Put numbers of tokens in the place of SYSTEM, and ranges in that of messages.
+
+    Args:
+        keys: see `wants`.
+        render: returns the tokens of a chat.
+        request: its `vllm_xargs` are replaced.
+        known: tokens of `messages`.
+
+    Raises:
+        KVPolicyRequestError: a bad index, or a message of which nothing shows.
+    """
+    asked = dict(request.vllm_xargs or {})
+    if "kv_pin" in keys:
+        asked["kv_pin"] = await system_tokens(render, messages, known)
+    for key in sorted(keys & MESSAGE_KEYS.keys()):
+        ranges = MESSAGE_KEYS[key]
+        with client_errors():
+            found = [*sum(ranges_of(ranges, asked.get(ranges, [])), ())]
+            for index in _indices(key, asked.pop(key), len(messages)):
+                found += await message_tokens(render, messages, known, key, index)
+        asked[ranges] = found
+    request.vllm_xargs = asked
+
+
+async def system_tokens(
+    render: Render, messages: Sequence[Any], known: Sequence[int]
+) -> int:
+    """Return the tokens before the first message that is not the system's."""
+    first = takewhile(lambda each: _role(each) in ROLES, messages)
+    try:
+        other = await render([*first, {"role": "user", "content": OTHER}])
+    except Exception as error:  # of the template, or about the length
+        logger.warning("nothing is pinned of a chat: %s", error)
+        return 0
+    return _num_equal(known, other)
+
+
+async def message_tokens(
+    render: Render, messages: Sequence[Any], known: Sequence[int], key: str, index: int
+) -> tuple[int, int]:
+    """Return the range of what the template makes of the content of a message.
+
+    Raises:
+        ValueError: nothing of it shows, or the chat has no tokens without it.
+    """
+    others = list(messages)
+    others[index] = {**dict(messages[index]), "content": OTHER}
+    other = await render(others)
+    first = _num_equal(known, other)
+    last = _num_equal(known[first:][::-1], other[first:][::-1])
+    if first >= len(known) - last:
+        raise wrong(key, index, "a message that the chat template shows")
+    return first, len(known) - last
+
+
+def _indices(key: str, value: Any, count: int) -> Sequence[int]:
+    is_list = isinstance(value, list) and len(value) <= MOST_RANGES
+    if not (is_list and all(type(n) is int and 0 <= n < count for n in value)):
+        most = f"up to {MOST_RANGES} indices of messages"
+        raise wrong(key, value, f"a list of {most}, each from 0 to {count - 1}")
+    return value
+
+
+def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Return how many first tokens are alike."""
+    pairs = zip(tokens, others, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _role(message: Any) -> str:
+    return message["role"] if isinstance(message, dict) else message.role
