@@ -446,10 +446,13 @@ def test_figures_are_growth_in_the_round():
     assert row["steps"] is None and row["server_ttft_ms"] is None
     assert row["server_itl_ms"] == pytest.approx(3.0)
     assert row["kept_ratio"] is None
-    assert (row["peak_running"], row["least_held_ratio"]) == (8.0, 0.2)
+    # Means are over samples in which something runs.
+    running = row["peak_running"], row["mean_running"]
+    assert (*running, row["least_held_ratio"]) == (8.0, 5.0, 0.2)
     assert row["peak_kv_usage"] is None
-    idle = [{"vllm:num_requests_running": 0.0}]
-    assert rounds.figures(completions, idle, before, after)["peak_running"] is None
+    for idle in ([{"vllm:num_requests_running": 0.0}], []):
+        row = rounds.figures(completions, idle, before, after)
+        assert row["peak_running"] is row["mean_running"] is None
 
 
 def test_hits_of_a_round_are_counted():
@@ -465,14 +468,6 @@ def test_hits_of_a_round_are_counted():
         assert row["ttft_first_ms"] > 0 and row["ttft_later_p99_ms"] > 0
     for row in rows["ams-tova@1"]:
         assert row["hit_tokens"] == 0 and row["hit_ratio"] is None
-
-
-def test_requests_running_are_averaged_over_busy_samples():
-    completions = [Completion(0.0, [1, 2], [0.5, 1.0])]
-    samples = [{rounds.RUNNING: float(running)} for running in (0, 4, 9, 2, 0)]
-    row = rounds.figures(completions, samples, {}, {})
-    assert (row["peak_running"], row["mean_running"]) == (9.0, 5.0)
-    assert rounds.figures(completions, [], {}, {})["mean_running"] is None
 
 
 def test_the_share_of_right_drafts_is_a_figure():
