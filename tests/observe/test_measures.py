@@ -12,15 +12,6 @@ def mask(text: str) -> np.ndarray:
     return np.array([letter == "x" for letter in text])
 
 
-def test_masks_leave_out_padding():
-    marked = measures.mask_of(rows([0, 2], [1]), 4)
-    assert np.array_equal(marked, [[mask("x.x."), mask(".x..")]])
-
-
-def test_a_head_keeps_survivors_and_local_tokens():
-    assert np.array_equal(measures.kept_mask(make_event()), [[mask("x..x..xxxx")]])
-
-
 def test_overlap():
     iou, survival = measures.overlap(
         np.array([mask("xxxx"), mask("xx..")]),
@@ -46,11 +37,6 @@ def test_wiped_regions(text, size, percent, expected):
     assert measures.wiped_regions(mask(text), size, percent) == expected
 
 
-def test_wiped_regions_of_several_rows():
-    kept = np.array([mask("..xx"), mask("....")])
-    assert measures.wiped_regions(kept, 2, 0) == (3, 4)
-
-
 @pytest.mark.parametrize(
     ("text", "expected"), [("xx.xxx.", 3), ("", 0), ("...", 0), ("xxx", 3), (".x", 1)]
 )
@@ -68,21 +54,7 @@ def test_kept_by_bin():
     assert (kept.sum(), tokens.sum(), tokens.max()) == (1, 2, 1)
 
 
-def test_superblocks_round_up_over_heads():
-    three_pages = rows([0, 1, 2, 3], [4, 5])
-    assert measures.superblocks(make_event(survivors=three_pages)) == 2
-    assert measures.superblocks(make_event(survivors=three_pages, block_size=1)) == 3
-
-
 def test_superblocks_are_those_of_the_fullest_rank():
     heads = rows([0, 1, 2, 3, 4, 5], [6, 7])  # three pages and one
     assert measures.superblocks(make_event(survivors=heads)) == 2
     assert measures.superblocks(make_event(survivors=heads, ranks=2)) == 3
-
-
-def test_memory_time():
-    # Tokens 8 to 10 with 3 blocks of 4 each; then two blocks of survivors and frontier
-    # 8: tokens 11 and 12 with 2 + 1 and 2 + 2.
-    assert measures.memory_time(0, 0, 8, 11, 4) == 9
-    assert measures.memory_time(8, 2, 11, 13, 4) == 3 + 4
-    assert measures.memory_time(2, 1, 9, 9, 2) == 0

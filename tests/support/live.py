@@ -15,18 +15,9 @@ from vllm_kvpolicy.observe.metrics import CounterFile
 from vllm_kvpolicy.observe.routes import LiveRoutes
 from vllm_kvpolicy.observe.shared_files import RANK, SCHEDULER, Ring
 
-FACTS = {
-    "policy": "ams-tova",
-    "budget": 64,
-    "interval": 32,
-    "events": "always",
-    "model": "tiny",
-    "block_size": 32,
-    "capacity": "A line.",
-    "engines": [0],
-    "all_engines": 1,
-    "versions": {"vllm": "0.32.0", "vllm-kvpolicy": "0.1.0"},
-}
+FACTS = {"policy": "ams-tova", "budget": 64, "interval": 32, "events": "always"}
+FACTS |= {"model": "tiny", "block_size": 32, "capacity": "A line.", "engines": [0]}
+FACTS |= {"all_engines": 1, "versions": {"vllm": "0.32.0", "vllm-kvpolicy": "0.1.0"}}
 KEY = "right"  # of the server's
 END_SECONDS = 10.0  # that it may take to end
 
@@ -34,26 +25,12 @@ END_SECONDS = 10.0  # that it may take to end
 def event_record(**changed: Any) -> dict[str, Any]:
     """Return what a worker tells of an event; see
     `worker.observers.live`."""
-    record: dict[str, Any] = {
-        "kind": "event",
-        "at": 1.5e9,
-        "place": 0,
-        "ranks": 1,
-        "request": "r",
-        "serial": 0,
-        "ordinal": 0,
-        "policy": "ams-tova",
-        "position": 100,
-        "prompt": 60,
-        "budget": 64,
-        "sinks": 4,
-        "frontier": 64,
-        "held": 100.0,
-        "kept": [[68, 68], [68, 68]],
-        "age": [[0.2, 0.3], [0.4, 0.5]],
-        "retention": [0.5, 1.0],
-        "first_known": 0,
-    }
+    record: dict[str, Any] = {"kind": "event", "at": 1.5e9, "place": 0, "ranks": 1}
+    record |= {"request": "r", "serial": 0, "ordinal": 0, "policy": "ams-tova"}
+    record |= {"position": 100, "prompt": 60, "budget": 64, "sinks": 4, "frontier": 64}
+    record |= {"held": 100.0, "kept": [[68, 68], [68, 68]]}
+    record |= {"age": [[0.2, 0.3], [0.4, 0.5]], "retention": [0.5, 1.0]}
+    record |= {"first_known": 0}
     return record | changed
 
 

@@ -16,22 +16,11 @@ def make_event(**changes: Any) -> EventRecord:
 
     It keeps 0, 3 and the local ones, and was to keep 0 and the local ones.
     """
-    fields: dict[str, Any] = {
-        "request_id": "r0",
-        "policy": "snapkv",
-        "position": 10,
-        "ordinal": 0,
-        "frontier": 6,
-        "budget": 5,
-        "prompt": 8,
-        "sinks": 1,
-        "pinned": 0,
-        "block_size": 2,
-        "held": rows(range(10)),
-        "selected": rows([0, 6, 7, 8, 9]),
-        "survivors": rows([0, 3]),
-        "moved": 0.5,
-    }
+    fields: dict[str, Any] = {"request_id": "r0", "policy": "snapkv", "position": 10}
+    fields |= {"ordinal": 0, "frontier": 6, "budget": 5, "prompt": 8, "sinks": 1}
+    fields |= {"pinned": 0, "block_size": 2, "held": rows(range(10))}
+    fields |= {"selected": rows([0, 6, 7, 8, 9]), "survivors": rows([0, 3])}
+    fields |= {"moved": 0.5}
     return EventRecord(**fields | changes)
 
 

@@ -12,15 +12,9 @@ from benchmarks.accuracy import summary
 from support.made_traces import make_event, write_trace
 from vllm_kvpolicy.observe.trace_files import EventRecord, new_run
 
-SETTINGS = {
-    "block_size": 32,
-    "own_server": True,
-    "group_size": 4,
-    "evict_prompts": True,
-    "keep_prompts": False,
-    "policy_config": {},
-    "variants": {},
-}
+SETTINGS = {"block_size": 32, "own_server": True, "group_size": 4}
+SETTINGS |= {"evict_prompts": True, "keep_prompts": False, "policy_config": {}}
+SETTINGS |= {"variants": {}}
 PLACES = {
     "full": [(None, None)],
     "tova": [(96, 64), (128, 64)],
@@ -75,14 +69,8 @@ def event(position: int, ordinal: int, heads: list, **changes: Any) -> EventReco
     held = np.broadcast_to(
         np.arange(position, dtype=np.int32), (*kept.shape[:2], position)
     )
-    fields: dict[str, Any] = {
-        "request_id": "r",
-        "policy": "tova",
-        "position": position,
-        "ordinal": ordinal,
-        "frontier": position,
-        "budget": kept.shape[-1],
-    }
+    fields: dict[str, Any] = {"request_id": "r", "policy": "tova", "position": position}
+    fields |= {"ordinal": ordinal, "frontier": position, "budget": kept.shape[-1]}
     fields |= {"prompt": 1, "sinks": 0, "block_size": 1, "moved": 0.0}
     fields |= {"held": held, "selected": kept, "survivors": kept}
     return make_event(**fields | changes)
