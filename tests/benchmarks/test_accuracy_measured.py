@@ -18,34 +18,18 @@ OURS = ("tova", 128, 64)
 
 def batch(place: tuple, task: str, **changes) -> dict:
     """Return a batch of 10 answers that held 5 blocks each, and 8 at their longest."""
-    return {
-        **dict(zip(measured.PLACE_FIELDS, (*place, task), strict=True)),
-        "answers": 10,
-        "output_tokens": 2000,
-        "seconds": 4.0,
-        "clients": 16,
-        "steps": 400.0,
-        "request_steps": 2000.0,
-        "block_steps": 10000.0,
-        "requests": 10.0,
-        "peak_blocks": 80.0,
-        **changes,
-    }
+    made = dict(zip(measured.PLACE_FIELDS, (*place, task), strict=True))
+    made |= {"answers": 10, "output_tokens": 2000, "seconds": 4.0, "clients": 16}
+    made |= {"steps": 400.0, "request_steps": 2000.0, "block_steps": 10000.0}
+    made |= {"requests": 10.0, "peak_blocks": 80.0}
+    return made | changes
 
 
 def answer(place: tuple, task: str, number: int = 0) -> dict:
-    return {
-        **dict(zip(results.KEY_FIELDS, (*place, task, str(number), 0), strict=True)),
-        "digest": "00000000",
-        "correct": True,
-        "score": 1.0,
-        "answer": "5",
-        "prompt_tokens": 50,
-        "output_tokens": 200,
-        "capped": False,
-        "repeated": None,
-        "seconds": 1.0,
-    }
+    made = dict(zip(results.KEY_FIELDS, (*place, task, str(number), 0), strict=True))
+    made |= {"digest": "00000000", "correct": True, "score": 1.0, "answer": "5"}
+    made |= {"prompt_tokens": 50, "output_tokens": 200, "capped": False}
+    return made | {"repeated": None, "seconds": 1.0}
 
 
 def test_figures_of_a_batch():

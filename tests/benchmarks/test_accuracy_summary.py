@@ -19,24 +19,13 @@ def line(correct: bool = True, number: int = 0, **changes) -> dict:
     family, _, size = task.partition(":")
     problem = generate(family, int(size), number)
     half = problem.trace[: len(problem.trace) // 2]
-    return {
-        "policy": "tova",
-        "budget": 128,
-        "interval": 64,
-        "task": task,
-        "id": str(number),
-        "sample": 0,
-        "digest": digest_of(problem.prompt, [problem.answer]),
-        "correct": correct,
-        "score": float(correct),
-        "answer": "5" if correct else "6",
-        "prompt_tokens": 50,
-        "output_tokens": 100,
-        "capped": not correct,
-        "repeated": {"4": 0.5},
-        "text": problem.completion if correct else half,
-        **changes,
-    }
+    made = {"policy": "tova", "budget": 128, "interval": 64, "task": task}
+    made |= {"id": str(number), "sample": 0}
+    made |= {"digest": digest_of(problem.prompt, [problem.answer]), "correct": correct}
+    made |= {"score": float(correct), "answer": "5" if correct else "6"}
+    made |= {"prompt_tokens": 50, "output_tokens": 100, "capped": not correct}
+    made |= {"repeated": {"4": 0.5}, "text": problem.completion if correct else half}
+    return made | changes
 
 
 def full(correct: bool = True, number: int = 0, **changes) -> dict:

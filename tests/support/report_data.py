@@ -32,24 +32,12 @@ def lines(samples: int = 1) -> list[dict]:
             for number in range(4 * samples):
                 question, sample = divmod(number, samples)
                 right = policy == "full" or question < (2 if policy == "tova" else 3)
-                found.append(
-                    {
-                        "policy": policy,
-                        "budget": budget,
-                        "interval": interval,
-                        "task": task,
-                        "id": str(question),
-                        "sample": sample,
-                        "digest": "00000000",
-                        "correct": right,
-                        "score": float(right),
-                        "answer": "5" if right else "6",
-                        "prompt_tokens": 50,
-                        "output_tokens": 100 + (budget or 0),
-                        "capped": False,
-                        "repeated": {"4": 0.2, "8": 0.1, "20": 0.0},
-                    }
-                )
+                made = {"policy": policy, "budget": budget, "interval": interval}
+                made |= {"task": task, "id": str(question), "sample": sample}
+                made |= {"digest": "00000000", "correct": right, "score": float(right)}
+                made |= {"answer": "5" if right else "6", "prompt_tokens": 50}
+                made |= {"output_tokens": 100 + (budget or 0), "capped": False}
+                found.append(made | {"repeated": {"4": 0.2, "8": 0.1, "20": 0.0}})
     return found
 
 
