@@ -21,7 +21,6 @@ def asked(prompt: str, answer: str | None = None, sample: int = 0) -> Asked:
 
 
 def ask(fake: ChatServer, wanted: list[Asked], client: Client = PATIENT):
-    """Return the lines by id, and the failures."""
     lines: list[dict] = []
     with serve(fake) as url:
         failures = asyncio.run(client.ask_all(url, wanted, lines.append))

@@ -40,7 +40,6 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def common(tiny_model, tmp_path):
-    """Arguments of a small run."""
     words = ["--model", str(tiny_model), "--out", str(tmp_path / "out.jsonl")]
     words += ["--logs", str(tmp_path), "--tasks", "copy:5", "sub:4"]
     return [*words, "--budgets", "96", "128"]

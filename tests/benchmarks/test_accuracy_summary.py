@@ -29,7 +29,6 @@ def line(correct: bool = True, number: int = 0, **changes) -> dict:
 
 
 def full(correct: bool = True, number: int = 0, **changes) -> dict:
-    """Return a line of the full KV cache."""
     none = {"policy": "full", "budget": None, "interval": None}
     return line(correct, number, **none, **changes)
 

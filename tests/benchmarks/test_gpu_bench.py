@@ -31,8 +31,6 @@ TOKENS = tuple(range(10, 90))
 
 
 class HereProcess:
-    """Stands in for EngineProcess, with the engine in this process."""
-
     started: list[str] = []
 
     def __init__(self, spec: EngineSpec) -> None:
@@ -64,7 +62,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def run(part: str, folder: Path) -> tuple[int, dict[str, Any]]:
-    """Run a part; return its status and its record."""
     words = [part, "--model", "tiny", "--out", str(folder), "--seconds", "3000"]
     status = command.main(words)
     return status, json.loads((folder / f"gpu-{part}-tiny.json").read_text())

@@ -95,7 +95,6 @@ class FakeAsker:
 
 
 def made_texts(count: int) -> list[Text]:
-    """Return texts of 40 tokens."""
     return [
         Text(f"novel-{n}", "novel", tuple((i * (n + 3)) % 11 for i in range(40)))
         for n in range(count)
@@ -103,7 +102,6 @@ def made_texts(count: int) -> list[Text]:
 
 
 def lines_of(policy: str, budget: int, count: int = 3) -> list[dict]:
-    """Return output lines of the fake engine."""
     engine = Engine((policy,), 16)
     texts = made_texts(count)
     return runs.measure(FakeAsker(), "losses", engine, policy, budget, texts)

@@ -55,18 +55,15 @@ def fake(tmp_path, monkeypatch):
 
 
 def ask(folder, *words, policies=("full", "tova")):
-    """Run `ask` in a folder."""
     given = ["ask", "--folder", str(folder), "--tasks", *TASKS, "--budgets", "96"]
     return command.main([*given, "--policies", *policies, *words])
 
 
 def lines_of(path):
-    """Return the lines of an output file."""
     return record.read(path)[1]
 
 
 def asked_of(folder):
-    """Return what the fake worker was asked."""
     return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
 
 

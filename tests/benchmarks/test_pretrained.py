@@ -42,7 +42,6 @@ FIELDS |= {"chat_template": "{{ messages }}"}
 
 
 def model_weights() -> dict[str, torch.Tensor]:
-    """Return random weights as a model folder has them."""
     generator = torch.Generator().manual_seed(0)
     return {
         f"{name}.weight": torch.randn(shape, generator=generator).to(torch.bfloat16)

@@ -76,7 +76,6 @@ def start(stack: ExitStack, fakes: dict[str, FakeServer]) -> dict[str, Server]:
 
 
 def value_of(words: list[str], flag: str) -> str:
-    """Return the word after a flag."""
     return words[words.index(flag) + 1]
 
 
@@ -498,7 +497,6 @@ def faked(arguments, _, failures, fails=()):
 
 
 def run(monkeypatch, model, fails):
-    """Run the small scenario on fakes."""
     monkeypatch.setattr(serving, "running", lambda *args: faked(*args, fails=fails))
     scenario = replace(SMALL, pairs=2, max_model_len=46, shares=(0.8,))
     return serving.run(scenario, model, Path("logs"))

@@ -9,7 +9,6 @@ from vllm_kvpolicy.policies.admissions.wgkv import Gates
 def make_weights(
     layers: int = 3, heads: int = 2, channels: int = 8, units: int = 5
 ) -> GateWeights:
-    """Return random weights."""
     generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> torch.Tensor:

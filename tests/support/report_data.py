@@ -65,5 +65,4 @@ def event(position: int, ordinal: int, heads: list, **changes: Any) -> EventReco
 
 
 def write_run(folder: Path, records: Iterable[EventRecord]) -> Path:
-    """Write events as a run of their own and return its folder."""
     return write_trace(new_run(folder), records)

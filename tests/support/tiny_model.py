@@ -55,7 +55,6 @@ def make_tiny_model(
 
 
 def _random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
-    """Return every parameter of the model, float32."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]

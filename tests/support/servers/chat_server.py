@@ -105,5 +105,4 @@ class ChatServer:
 
 
 def serve(fake: ChatServer) -> AbstractContextManager[str]:
-    """Run a server in a thread; gives its root URL."""
     return serve_handlers("/v1/chat/completions", fake.chat, fake.metrics)
