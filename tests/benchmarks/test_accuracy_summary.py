@@ -110,13 +110,8 @@ def test_policies_meet_full_and_their_base_scorer():
 def test_ams_meets_equal_quotas_for_equal_blocks():
     assert pairs.bases_of("ams-rkv") == ["full", "rkv", "strat-rkv"]
     assert pairs.bases_of("strat-rkv") == ["full", "rkv"]
-    assert pairs.bases_of("ams-rkv:x") == [
-        "full",
-        "ams-rkv",
-        "rkv",
-        "rkv:x",
-        "strat-rkv",
-    ]
+    variants = ["full", "ams-rkv", "rkv", "rkv:x", "strat-rkv"]
+    assert pairs.bases_of("ams-rkv:x") == variants
     assert pairs.bases_of("rkv") == ["full", "random"]
     for other in ("quest", "dms", "wgkv+quest", "identity"):
         assert pairs.NO_SCORER not in pairs.bases_of(other)
@@ -222,23 +217,13 @@ def test_a_kept_prompt_costs_more_under_any_policy():
     assert cost_of(lines, kept)[0] > cost_of(lines, own)[0]
 
 
-@pytest.mark.parametrize(
-    ("answers", "expected"),
-    [
-        ("5", True),
-        ("6", False),
-        ("565", True),
-        ("65", False),
-        ("--5", True),
-        ("---", False),
-    ],
-)
-def test_the_majority_wins_and_the_first_of_equals(answers, expected):
+@pytest.mark.parametrize("answers", ["5", "6", "565", "65", "--5", "---"])
+def test_the_majority_wins_and_the_first_of_equals(answers):
     samples = [
         line(text == "5", sample=n, answer=None if text == "-" else text)
         for n, text in enumerate(answers)
     ]
-    assert groups.majority(samples, 100) is expected
+    assert groups.majority(samples, 100) is (answers in ("5", "565", "--5"))
 
 
 def test_long_answers_do_not_vote():

@@ -247,9 +247,8 @@ def test_channels_fade_to_nothing() -> None:
 
 
 def test_ratios_rest_at_targets() -> None:
-    settings = Settings(
-        targets=(1.5, 3.0), steps_per_ratio=2, hold_steps=2, fade_steps=1
-    )
+    holds = {"hold_steps": 2, "fade_steps": 1}
+    settings = Settings(targets=(1.5, 3.0), steps_per_ratio=2, **holds)
     found = [settings.ratio(step) for step in range(settings.steps)]
     assert found == [1, 1, 1.5, 1.5, 1.5, 2, 2.5, 3, 3]
     assert settings.milestones == {4: 1.5, 9: 3.0}
