@@ -82,14 +82,9 @@ def test_an_absent_folder_is_not_called_empty(tmp_path):
 def of_rank(width: int, **changes) -> EventRecord:
     """Return the event of a rank with one head of one layer."""
     held = np.arange(20 - width, 20)[None, None].astype(np.int32)
-    return make_event(
-        held=held,
-        selected=held[..., :2],
-        survivors=held[..., :1],
-        position=20,
-        notes={"mass": held.astype(np.float32)},
-        **changes,
-    )
+    fields = {"held": held, "selected": held[..., :2], "survivors": held[..., :1]}
+    fields |= {"position": 20, "notes": {"mass": held.astype(np.float32)}}
+    return make_event(**fields, **changes)
 
 
 def test_ranks_are_read_as_one(tmp_path):
@@ -128,7 +123,6 @@ def test_ranks_that_part_are_refused(tmp_path):
 @pytest.mark.parametrize("of", [2, 10**15])
 def test_a_missing_rank_is_said(tmp_path, of):
     write_trace(new_run(tmp_path, f"run/rank-1-of-{of}"), [make_event()])
-    with pytest.raises(
-        ValueError, match=rf"heads of ranks \[1\], expected all of {of}"
-    ):
+    told = rf"heads of ranks \[1\], expected all of {of}"
+    with pytest.raises(ValueError, match=told):
         list(read_trace(tmp_path / "run"))
