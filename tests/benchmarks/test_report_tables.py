@@ -228,8 +228,6 @@ def test_the_whole_way_from_output_files_to_pictures(tmp_path, trace, capsys):
 
 # -- scores, p values and what servers measured ----------------------------------------
 
-ROWS = "files: [parts.json]\nrows: [tova, ams-tova]\n"
-
 
 @pytest.fixture
 def scored(tmp_path) -> Path:
