@@ -12,13 +12,18 @@ def mask(text: str) -> np.ndarray:
     return np.array([letter == "x" for letter in text])
 
 
+def test_masks_leave_out_padding():
+    marked = measures.mask_of(rows([0, 2], [1]), 4)
+    assert np.array_equal(marked, [[mask("x.x."), mask(".x..")]])
+
+
 def test_overlap():
     iou, survival = measures.overlap(
-        np.array([mask("xxxx"), mask("xx..")]),
+        np.array([mask("xxx."), mask("xx..")]),
         np.array([mask("xx..xx"), mask("..xxxx")]),
     )
-    assert iou.tolist() == [2 / 6, 0]
-    assert survival.tolist() == [0.5, 0]
+    assert iou.tolist() == [2 / 5, 0]
+    assert survival.tolist() == [2 / 3, 0]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,8 @@ def test_kept_by_bin():
     assert (kept.sum(), tokens.sum(), tokens.max()) == (1, 2, 1)
 
 
-def test_superblocks_are_those_of_the_fullest_rank():
+def test_superblocks_round_up_and_are_those_of_the_fullest_rank():
+    assert measures.superblocks(make_event(survivors=rows([0, 1, 2, 3], [4, 5]))) == 2
     heads = rows([0, 1, 2, 3, 4, 5], [6, 7])  # three pages and one
     assert measures.superblocks(make_event(survivors=heads)) == 2
     assert measures.superblocks(make_event(survivors=heads, ranks=2)) == 3

@@ -19,7 +19,7 @@ FACTS = {"policy": "ams-tova", "budget": 64, "interval": 32, "events": "always"}
 FACTS |= {"model": "tiny", "block_size": 32, "capacity": "A line.", "engines": [0]}
 FACTS |= {"all_engines": 1, "versions": {"vllm": "0.32.0", "vllm-kvpolicy": "0.1.0"}}
 KEY = "right"  # of the server's
-END_SECONDS = 10.0  # that it may take to end
+STEP_SECONDS, END_SECONDS = 0.1, 10.0  # of a step, and that a server may take to end
 
 
 def event_record(**changed: Any) -> dict[str, Any]:
@@ -57,20 +57,17 @@ class PlayedEngine:
 
     Args:
         num_requests: that run.
-        period: seconds between two steps.
         num_without: of the first ones, which have no events; the next one has them all.
             Tests may change it.
         most_events: that there are.
 
     Attributes:
-        is_silent: it tells nothing, as an engine within a long step.
         floor: of requests; None where no events are called for.
     """
 
     def __init__(
         self,
         num_requests: int,
-        period: float = 0.1,
         num_without: int = 0,
         most_events: int | None = None,
     ) -> None:
@@ -81,17 +78,16 @@ class PlayedEngine:
         self.counters.set("local_blocks", 5 * bool(num_requests))
         self.counters.set("global_blocks", 2 * bool(num_requests))
         self.num_steps = self.num_told = self.num_events = 0
-        self.is_silent = False
         self.floor: int | None = None
         self.num_without, self._most_events = num_without, most_events
-        self._period, self._end = period, threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         rng = random.Random(3)
-        while not self._end.wait(self._period):
+        while not self._end.wait(STEP_SECONDS):
             self.num_steps += 1
-            if self.is_silent or not (self.names and self.scheduler.is_heard()):
+            if not (self.names and self.scheduler.is_heard()):
                 continue
             self.num_told += 1
             snapshot = snapshot_record(time.monotonic(), self.names)

@@ -234,6 +234,12 @@ def test_sparsity_is_the_chance_that_one_of_two_draws_keeps_a_token() -> None:
     torch.testing.assert_close(wgkv.sparsity(g, w), ((1 - w) + w * s).mean())
 
 
+def test_gradient_of_sparsity() -> None:
+    g, w = gates(2, 20).requires_grad_(), weights_of(20, 4)
+    wgkv.sparsity(g, w).backward()
+    torch.testing.assert_close(g.grad, 2 * w * (1 - g.detach()) / g.numel())
+
+
 def test_distillation_is_a_mean_over_all_numbers() -> None:
     student, teacher = gates(1, 4, 8).bfloat16(), torch.zeros(1, 4, 8)
     got = distillation(student, teacher)
