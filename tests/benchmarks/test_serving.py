@@ -93,24 +93,12 @@ def fakes_of(scenario) -> dict[str, FakeServer]:
 # -- requests and pools ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "prompts, output, block, blocks",
-    [
-        ([40], 1000, 32, 33),  # 1039 tokens with a place in the cache
-        ([25], 1000, 32, 32),  # exactly full
-        ([26], 1000, 32, 33),  # one token in a block of its own
-        ([25, 26], 1000, 32, 65),
-        ([1], 1, 16, 1),
-    ],
-)
-def test_blocks_needed(prompts, output, block, blocks):
-    assert blocks_needed(prompts, output, block) == blocks
-
-
 def test_half_a_pool_has_the_null_block_on_top():
+    # 1024 tokens with a place in the cache fill 32 blocks, one more a block of its own.
     assert pool_blocks([25, 25], 1000, 32, share=0.5) == 32 + 1
     assert pool_blocks([25, 26], 1000, 32, share=0.5) == 32 + 1
-    assert pool_blocks([25, 26], 1000, 32, share=2.0) == 130 + 1
+    assert pool_blocks([26, 26], 1000, 32, share=2.0) == 2 * (33 + 33) + 1
+    assert pool_blocks([1], 1, 16, share=1.0) == 1 + 1
 
 
 def test_block_bytes(tiny_model):
