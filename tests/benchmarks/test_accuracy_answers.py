@@ -94,16 +94,10 @@ def test_the_last_box_counts(text, expected):
     assert last_boxed(text) == expected
 
 
-@pytest.mark.parametrize(("given", "expected"), SAME)
-def test_equal_answers(given, expected):
-    assert same_answer(given, expected)
-    assert same_answer(expected, given)
-
-
-@pytest.mark.parametrize(("given", "expected"), DIFFERENT)
-def test_answers_that_differ(given, expected):
-    assert not same_answer(given, expected)
-    assert not same_answer(expected, given)
+@pytest.mark.parametrize("pair", SAME + DIFFERENT)
+def test_equal_answers(pair):
+    for given, expected in (pair, pair[::-1]):
+        assert same_answer(given, expected) == (pair in SAME)
 
 
 def question(judged: str, *answers: str) -> Question:

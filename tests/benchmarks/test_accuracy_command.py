@@ -40,7 +40,6 @@ def fake(monkeypatch):
 
 @pytest.fixture
 def common(tiny_model, tmp_path):
-    """Arguments of a small run."""
     words = ["--model", str(tiny_model), "--out", str(tmp_path / "out.jsonl")]
     words += ["--logs", str(tmp_path), "--tasks", "copy:5", "sub:4"]
     return [*words, "--budgets", "96", "128"]
@@ -90,19 +89,6 @@ def test_every_row_has_what_its_server_measured(fake, common, tmp_path, capsys):
         assert found["clients"] == 2 and found["running"] == 2 and found["tok_s"] > 0
         assert found["to_full"]["held_tokens"]["ratio"] == 1
     assert "| peak held | / full" in capsys.readouterr().out
-
-
-def test_a_line_that_was_cut_off_is_asked_again(fake, common, tmp_path):
-    command.main([*common, *POLICIES, "--n", "2"])
-    path = tmp_path / "out.jsonl"
-    whole = lines_of(tmp_path)
-    # The last line is what the server measured of the last answers.
-    text = path.read_text().rstrip("\n")
-    path.write_text(text[: text.rindex("\n") - 30])
-    command.main([*common, *POLICIES, "--n", "2"])
-    again = lines_of(tmp_path)
-    assert len(fake.bodies) == 15 + 2
-    assert set(map(results.key_of, again)) == set(map(results.key_of, whole))
 
 
 def test_what_failed_is_not_counted_but_asked_again(fake, common, tmp_path, capsys):

@@ -20,14 +20,8 @@ SETTINGS = MADE_SETTINGS | {
 
 def line(policy: str, **changes) -> dict:
     """Return an answer of 300 tokens to a prompt of 50, as far as its cost needs it."""
-    return {
-        "policy": policy,
-        "budget": 128,
-        "interval": 64,
-        "prompt_tokens": 50,
-        "output_tokens": 300,
-        **changes,
-    }
+    place = {"policy": policy, "budget": 128, "interval": 64}
+    return {**place, "prompt_tokens": 50, "output_tokens": 300, **changes}
 
 
 def footprint(policy: str, prompt: int = 50, group: int = 4, **values):

@@ -43,13 +43,9 @@ def test_grids_are_valid_and_have_the_same_options_for_all(path):
     }
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(["tova", "expected"], "interval: got 64, expected at least 128 tokens")],
-)
-def test_what_servers_refuse_is_refused_before_any_starts(words, message):
-    words = ["--dry-run", "--intervals", "64", "--policies", "full", *words]
-    with pytest.raises(ValueError, match=message):
+def test_what_servers_refuse_is_refused_before_any_starts():
+    words = ["--dry-run", "--intervals", "64", "--policies", "full", "tova", "expected"]
+    with pytest.raises(ValueError, match="interval: got 64, expected at least 128 tok"):
         command.main(words)
     command.check_servers(
         command.parse_args([*words, "--serve-args", "--kv-recent 16"])

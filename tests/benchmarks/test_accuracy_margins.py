@@ -14,24 +14,15 @@ SETTINGS = MADE_SETTINGS | {"policy_config": {"wgkv_gates": "gates.safetensors"}
 
 def answers(policy: str, rights: list[str], task: str = "a:1", **changes) -> list[dict]:
     """Return answers of 100 tokens; a text per question, a letter per sample."""
-    place = {"policy": policy, "budget": 128, "interval": 64}
+    made = {"policy": policy, "budget": 128, "interval": 64, "task": task}
     if policy == "full":
-        place |= {"budget": None, "interval": None}
+        made |= {"budget": None, "interval": None}
+    made |= {"score": 0.0, "prompt_tokens": 50, "output_tokens": 100}
+    made |= {"capped": False, "repeated": None, **changes}
     return [
-        place
-        | {
-            "task": task,
-            "id": str(number),
-            "sample": sample,
-            "correct": letter == "r",
-            "score": 0.0,
-            "answer": letter,
-            "prompt_tokens": 50,
-            "output_tokens": 100,
-            "capped": False,
-            "repeated": None,
-        }
-        | changes
+        made
+        | {"id": str(number), "sample": sample}
+        | {"answer": letter, "correct": letter == "r"}
         for number, text in enumerate(rights)
         for sample, letter in enumerate(text)
     ]

@@ -18,65 +18,32 @@ OURS = ("tova", 128, 64)
 
 def batch(place: tuple, task: str, **changes) -> dict:
     """Return a batch of 10 answers that held 5 blocks each, and 8 at their longest."""
-    return {
-        **dict(zip(measured.PLACE_FIELDS, (*place, task), strict=True)),
-        "answers": 10,
-        "output_tokens": 2000,
-        "seconds": 4.0,
-        "clients": 16,
-        "steps": 400.0,
-        "request_steps": 2000.0,
-        "block_steps": 10000.0,
-        "requests": 10.0,
-        "peak_blocks": 80.0,
-        **changes,
-    }
+    made = dict(zip(measured.PLACE_FIELDS, (*place, task), strict=True))
+    made |= {"answers": 10, "output_tokens": 2000, "seconds": 4.0, "clients": 16}
+    made |= {"steps": 400.0, "request_steps": 2000.0, "block_steps": 10000.0}
+    made |= {"requests": 10.0, "peak_blocks": 80.0}
+    return made | changes
 
 
 def answer(place: tuple, task: str, number: int = 0) -> dict:
-    return {
-        **dict(zip(results.KEY_FIELDS, (*place, task, str(number), 0), strict=True)),
-        "digest": "00000000",
-        "correct": True,
-        "score": 1.0,
-        "answer": "5",
-        "prompt_tokens": 50,
-        "output_tokens": 200,
-        "capped": False,
-        "repeated": None,
-        "seconds": 1.0,
-    }
+    made = dict(zip(results.KEY_FIELDS, (*place, task, str(number), 0), strict=True))
+    made |= {"digest": "00000000", "correct": True, "score": 1.0, "answer": "5"}
+    made |= {"prompt_tokens": 50, "output_tokens": 200, "capped": False}
+    return made | {"repeated": None, "seconds": 1.0}
 
 
 def test_figures_of_a_batch():
     found = measured.figures([batch(OURS, "a:1")], 32)
-    assert found == {
-        "answers": 10,
-        "clients": 16,
-        "tok_s": 500.0,
-        "held_answers": 10,
-        "running": 5.0,
-        "held_blocks": 5.0,
-        "held_tokens": 160.0,
-        "peak_blocks": 8.0,
-        "peak_tokens": 256.0,
-    }
+    answers = {"answers": 10, "clients": 16, "tok_s": 500.0, "held_answers": 10}
+    held = {"running": 5.0, "held_blocks": 5.0, "held_tokens": 160.0}
+    assert found == answers | held | {"peak_blocks": 8.0, "peak_tokens": 256.0}
 
 
 def test_batches_weigh_by_what_they_did():
     """Means are over all steps, requests and seconds, not over batches."""
-    short = batch(
-        OURS,
-        "b:1",
-        answers=2,
-        requests=2.0,
-        request_steps=100.0,
-        block_steps=2000.0,
-        peak_blocks=80.0,
-        output_tokens=100,
-        seconds=6.0,
-        clients=2,
-    )
+    short = {"answers": 2, "requests": 2.0, "request_steps": 100.0, "clients": 2}
+    short |= {"block_steps": 2000.0, "output_tokens": 100, "seconds": 6.0}
+    short = batch(OURS, "b:1", **short)
     found = measured.figures([batch(OURS, "a:1"), short], 16)
     assert found["tok_s"] == 2100 / 10
     assert found["held_blocks"] == pytest.approx(12000 / 2100)

@@ -1,6 +1,6 @@
 """Tests of the arithmetic: latencies, paired ratios, bootstrap, Wilson, McNemar."""
 
-from math import comb, erfc, sqrt
+from math import comb, sqrt
 
 import numpy as np
 import pytest
@@ -85,11 +85,6 @@ def test_bootstrap_agrees_with_the_binomial():
     assert (found.low, found.median, found.high) == (2.0, 5.0, 8.0)
 
 
-def test_bootstrap_of_equal_ratios_is_a_point():
-    found = median_ratio([3.0, 6.0], [1.0, 2.0])
-    assert (found.low, found.median, found.high) == (3.0, 3.0, 3.0)
-
-
 @pytest.mark.parametrize(
     "correct, tried, low, high",
     [
@@ -143,31 +138,18 @@ def test_the_interval_of_a_mean_is_that_of_normal_theory():
     assert found.high == pytest.approx(3.0 + half, abs=0.06 * half)
 
 
-@pytest.mark.parametrize("errors", [0.5, -2.0])
-def test_the_p_value_is_that_of_normal_theory(errors):
-    """A mean of so many standard errors, over 400 pairs."""
-    theirs = normal(400, 0.0, seed=1)
-    ours = theirs + normal(400, errors / sqrt(400))
-    found = estimate_difference(ours, theirs)
-    expected = erfc(abs(errors) / sqrt(2))
-    assert found.mean == pytest.approx(errors / 20)
-    assert found.p == pytest.approx(expected, rel=0.15, abs=0.002)
-    assert (found.low > 0 or found.high < 0) == (found.p < 0.05)
-    other = estimate_difference(theirs, ours)
-    assert (other.mean, other.p) == pytest.approx((-found.mean, found.p))
-    assert (other.low, other.high) == pytest.approx((-found.high, -found.low))
-
-
 @pytest.mark.parametrize(
     ("differences", "expected"),
     [
         # Of the 4 ways to sign 1 and 2 (0 has no sign), 3 and -3 are as far as 3 is.
         ([1.0, 0.0, 2.0], 2 / 4),
+        ([-1.0, 0.0, -2.0], 2 / 4),
         ([-1.0, 0.0, 2.0], 1.0),
         # Sums of 2, 3 and -1: 4 is reached by 6, 4 and their opposites.
         ([2.0, 3.0, -1.0], 4 / 8),
         ([0.1, 0.2, -0.3], 1.0),
         ([0.3] * 16, 2 / 2**16),
+        ([0.3] * 8 + [0.0] * 55, 2 / 2**8),
         ([0.0, 0.0], 1.0),
     ],
 )
@@ -175,40 +157,18 @@ def test_the_p_value_of_few_pairs_is_the_share_of_all_sign_flips(differences, ex
     assert estimate_difference(differences, [0] * len(differences)).p == expected
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [(8, 0), (10, 2), (30, 15)])
-def test_the_p_value_of_yes_or_no_is_mcnemars(ours, theirs):
-    differences = [1] * ours + [-1] * theirs + [0] * 55
-    found = estimate_difference(differences, [0] * len(differences)).p
-    is_exact = ours + theirs <= TRIED
-    assert found == pytest.approx(mcnemar(ours, theirs), rel=0 if is_exact else 0.1)
-
-
 def test_random_sign_flips_agree_with_all_of_them(monkeypatch):
-    differences = np.random.default_rng(3).normal(0.4, 1, TRIED)
-    exact = estimate_difference(differences, [0] * TRIED).p
+    count = TRIED - 3  # signs are drawn eight at a time
+    differences = np.random.default_rng(3).normal(0.4, 1, count)
+    exact = estimate_difference(differences, [0] * count).p
     monkeypatch.setattr(stats, "TRIED", 8)
-    drawn = estimate_difference(differences, [0] * TRIED).p
+    drawn = estimate_difference(differences, [0] * count).p
     assert drawn != exact
     assert drawn == pytest.approx(exact, abs=4 * sqrt(exact / FLIPS))
 
 
 def test_random_sign_flips_count_the_observed_one():
     assert estimate_difference([1.0] * 60, [0] * 60).p == 1 / (FLIPS + 1)
-
-
-@pytest.mark.parametrize("differing", [8, 50])
-def test_few_p_values_are_small_if_nothing_differs(differing):
-    """Of 50 pairs some differ, in either direction by chance."""
-    rng = np.random.default_rng(differing)
-    found = []
-    for _ in range(200):
-        signs = rng.choice([-1, 1], differing)
-        differences = np.zeros(50)
-        differences[:differing] = signs * rng.exponential(size=differing)
-        found.append(estimate_difference(differences, np.zeros(50)).p)
-    for level in (0.05, 0.2, 0.5):
-        share, error = np.mean(np.array(found) <= level), sqrt(level / 200)
-        assert share == pytest.approx(level, abs=3 * error)
 
 
 def test_estimates_of_equal_values_are_points():

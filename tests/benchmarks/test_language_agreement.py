@@ -86,15 +86,6 @@ def test_a_later_run_compares_with_the_answers_that_are_on_file():
     assert later.digest == first.digest
 
 
-def test_the_divergence_over_two_classes_by_hand():
-    full = {3: math.log(0.5), 4: math.log(0.1)}
-    policy = {3: math.log(0.25), 5: math.log(0.7)}
-    assert agreement.divergence(full, policy) == pytest.approx(
-        0.5 * math.log(2) + 0.5 * math.log(0.5 / 0.75)
-    )
-    assert agreement.divergence(full, full) == 0
-
-
 @pytest.mark.parametrize(("budget", "interval"), [(256, 256), (512, 256), (384, 128)])
 def test_events_have_equal_places_where_the_budget_is_a_multiple(budget, interval):
     own, forced = (

@@ -33,7 +33,6 @@ TEXTS = made_texts()
 
 
 def made(task: str, count: int = 3, seed: int = 5) -> list[tasks.Problem]:
-    """Return problems of a task."""
     return problems(task, LENGTH, count, seed, WORDS.encode, TEXTS)
 
 
@@ -49,7 +48,6 @@ def test_texts_have_their_length_and_problems_repeat(task):
 
 
 def asked_of(problem: tasks.Problem) -> list[tuple[str, str]]:
-    """Return the words of questions and answers."""
     return [
         (WORDS.decode(one).strip(), WORDS.decode(two)) for one, two in problem.asked
     ]

@@ -69,14 +69,12 @@ def fake(tmp_path, monkeypatch):
 
 
 def run(folder, *words, texts=2, policies=("tova", "adakv-snapkv")):
-    """Run `losses` in a folder."""
     given = ["losses", "--folder", str(folder), "--texts", str(texts)]
     given += ["--budgets", "16", "--intervals", "32", "--text-tokens", "65"]
     return command.main([*given, "--policies", *policies, *words])
 
 
 def asked_of(folder):
-    """Return what the fake worker was asked."""
     return [json.loads(line) for line in (folder / "asked").read_text().splitlines()]
 
 

@@ -1,10 +1,7 @@
 """Tests of what is noted of a press' events, and of the peer's loop; no kvpress."""
 
-import importlib
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import pytest
 import torch
 
 from benchmarks.accuracy.cost import full_cost
@@ -108,16 +105,3 @@ def test_the_loop_is_greedy_decoding_and_counts_as_the_harness(tiny_model):
     found = answer(model, None, prompt, 2, 12)
     first = expected.index(expected[5])
     assert found["tokens"] == expected[: first + 1] and found["stopped"]
-
-
-@pytest.fixture
-def worker(monkeypatch):
-    """The worker with an empty module for kvpress."""
-    kvpress = ModuleType("kvpress")
-    kvpress.DecodingPress = object
-    monkeypatch.setitem(sys.modules, "kvpress", kvpress)
-    for name in ("worker", "presses"):
-        monkeypatch.delitem(sys.modules, f"benchmarks.peer.{name}", raising=False)
-    yield importlib.import_module("benchmarks.peer.worker")
-    for name in ("worker", "presses"):
-        sys.modules.pop(f"benchmarks.peer.{name}", None)

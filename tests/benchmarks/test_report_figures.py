@@ -8,19 +8,10 @@ from benchmarks.report import __main__ as command
 from benchmarks.report import accuracy_figures, records
 from support.report_data import record
 
-NAMES = [
-    "accuracy-by-policy",
-    "accuracy-by-budget",
-    "repetition-by-budget",
-    "accuracy-by-kv_read",
-    "accuracy-by-kv_peak",
-]
-VOTES = [
-    "votes-by-kv_read",
-    "votes-by-kv_peak",
-    "passes-by-kv_read",
-    "passes-by-kv_peak",
-]
+NAMES = ["accuracy-by-policy", "accuracy-by-budget", "repetition-by-budget"]
+NAMES += ["accuracy-by-kv_read", "accuracy-by-kv_peak"]
+VOTES = ["votes-by-kv_read", "votes-by-kv_peak"]
+VOTES += ["passes-by-kv_read", "passes-by-kv_peak"]
 
 
 def drawn(made: dict, about: str = "", score: str = "answer") -> dict:
@@ -85,12 +76,8 @@ def test_figures_of_another_score_show_its_means_and_intervals():
     score = {"mean": 0.25, "low": 0.125, "high": 0.5}
     made["summary"] = [row | {"lines": score} for row in made["summary"]]
     figures = drawn(made, score="lines")
-    assert list(figures) == [
-        "lines-by-policy",
-        "lines-by-budget",
-        "lines-by-kv_read",
-        "lines-by-kv_peak",
-    ]
+    axes = ("policy", "budget", "kv_read", "kv_peak")
+    assert list(figures) == [f"lines-by-{axis}" for axis in axes]
     panel = figures["lines-by-budget"].axes[0]
     assert panel.get_ylabel() == "lines right, %"
     for found in bars(panel, "tova", across=1):

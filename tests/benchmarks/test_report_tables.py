@@ -21,7 +21,6 @@ DOCS = provenance.ROOT / "docs"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with two result files of different settings."""
     (tmp_path / "one.json").write_text(json.dumps(record()))
     other = [line | {"correct": True} for line in lines() if line["budget"] == 128]
     second = {"settings": {}, **summary.summarise(other, SETTINGS)}
@@ -31,7 +30,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """A trace of two events."""
     events = [event(40, 0, [[[0, 1]]]), event(80, 1, [[[0, 50]]])]
     write_run(tmp_path / "trace", events)
     return tmp_path / "trace"
@@ -43,7 +41,6 @@ def document(description: str, table: str = "") -> str:
 
 
 def rendered(kind: str, description: str, folder: Path) -> list[str]:
-    """Return the lines of a table."""
     return tables.render(kind, description, folder).splitlines()
 
 
@@ -230,8 +227,6 @@ def test_the_whole_way_from_output_files_to_pictures(tmp_path, trace, capsys):
 
 
 # -- scores, p values and what servers measured ----------------------------------------
-
-ROWS = "files: [parts.json]\nrows: [tova, ams-tova]\n"
 
 
 @pytest.fixture

@@ -67,16 +67,17 @@ SMALL = replace(
 SPECULATION = SPECULATION_SCENARIOS["speculation"]
 
 
-def start(stack: ExitStack, fakes: dict[str, FakeServer]) -> dict[str, Server]:
-    """Return servers whose HTTP side is faked."""
-    return {
-        name: Server(name, (), stack.enter_context(serve(fake)), Path(name), None)
-        for name, fake in fakes.items()
-    }
+@pytest.fixture
+def start():
+    """Return what makes servers whose HTTP side is faked."""
+    with ExitStack() as stack:
+        yield lambda fakes: {
+            name: Server(name, (), stack.enter_context(serve(fake)), Path(name), None)
+            for name, fake in fakes.items()
+        }
 
 
 def value_of(words: list[str], flag: str) -> str:
-    """Return the word after a flag."""
     return words[words.index(flag) + 1]
 
 
@@ -92,24 +93,12 @@ def fakes_of(scenario) -> dict[str, FakeServer]:
 # -- requests and pools ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "prompts, output, block, blocks",
-    [
-        ([40], 1000, 32, 33),  # 1039 tokens with a place in the cache
-        ([25], 1000, 32, 32),  # exactly full
-        ([26], 1000, 32, 33),  # one token in a block of its own
-        ([25, 26], 1000, 32, 65),
-        ([1], 1, 16, 1),
-    ],
-)
-def test_blocks_needed(prompts, output, block, blocks):
-    assert blocks_needed(prompts, output, block) == blocks
-
-
 def test_half_a_pool_has_the_null_block_on_top():
+    # 1024 tokens with a place in the cache fill 32 blocks, one more a block of its own.
     assert pool_blocks([25, 25], 1000, 32, share=0.5) == 32 + 1
     assert pool_blocks([25, 26], 1000, 32, share=0.5) == 32 + 1
-    assert pool_blocks([25, 26], 1000, 32, share=2.0) == 130 + 1
+    assert pool_blocks([26, 26], 1000, 32, share=2.0) == 2 * (33 + 33) + 1
+    assert pool_blocks([1], 1, 16, share=1.0) == 1 + 1
 
 
 def test_block_bytes(tiny_model):
@@ -194,22 +183,20 @@ def test_servers_under_pressure(tiny_model):
     assert not scenario.checked_servers(tiny_model, workload)
     needed = blocks_needed(workload.prompt_tokens, 1000, 32)
     for name in ("streaming", "ams-tova", "stock"):
-        assert value_of(servers[name], "--block-size") == "32"
-        blocks = int(value_of(servers[name], "--num-gpu-blocks-override"))
+        words = servers[name]
+        assert value_of(words, "--block-size") == "32"
+        assert "--no-enable-prefix-caching" in words
+        blocks = int(value_of(words, "--num-gpu-blocks-override"))
         assert blocks == needed // 2 + 1
-    assert value_of(servers["ams-tova"], "--kv-policy") == "ams-tova"
-    assert value_of(servers["ams-tova"], "--kv-budget") == "128"
-    assert value_of(servers["ams-tova"], "--kv-interval") == "64"
-    for name in ("streaming", "ams-tova", "stock"):
-        assert "--no-enable-prefix-caching" in servers[name]
-    assert "--no-enable-prefix-caching" not in servers["default"]
+    for flag, value in (("policy", "ams-tova"), ("budget", "128"), ("interval", "64")):
+        assert value_of(servers["ams-tova"], f"--kv-{flag}") == value
     for name in ("stock", "default"):
         assert not any(word.startswith("--kv-policy") for word in servers[name])
     ample = servers.pop("ample")
     sizes = {value_of(words, "--kv-cache-memory-bytes") for words in servers.values()}
     assert sizes == {str(blocks * block_bytes(tiny_model, 32))}
-    for flag in ("--block-size", "--num-gpu-blocks-override"):
-        assert flag not in servers["default"]
+    of_others = {"--block-size", "--num-gpu-blocks-override"}
+    assert not {*of_others, "--no-enable-prefix-caching"} & {*servers["default"]}
     blocks = int(value_of(ample, "--num-gpu-blocks-override"))
     assert blocks == needed * AMPLE_SHARE + 1
 
@@ -331,11 +318,10 @@ def test_an_option_of_another_scenario_is_refused():
 # -- verification ----------------------------------------------------------------------
 
 
-def test_verification_under_pressure():
-    with ExitStack() as stack:
-        names = ("ams-tova", "stock", "default", "ample")
-        fakes = {name: FakeServer() for name in names}
-        passed = verify(PRESSURE, WORKLOAD, start(stack, fakes))
+def test_verification_under_pressure(start):
+    names = ("ams-tova", "stock", "default", "ample")
+    fakes = {name: FakeServer() for name in names}
+    passed = verify(PRESSURE, WORKLOAD, start(fakes))
     assert "stock: tokens as ample" in passed
     assert "ams-tova: 2 events, 2 blocks returned" in passed
     assert "ams-tova without its policy: tokens as stock" in passed
@@ -349,29 +335,26 @@ def test_verification_under_pressure():
         ("ams-tova", "ams-tova without its policy and stock differ in request 0"),
     ],
 )
-def test_other_tokens_fail_the_verification_under_pressure(wrong, message):
-    with ExitStack() as stack:
-        names = ("ams-tova", "stock", "default", "ample")
-        fakes = {name: FakeServer(8 if name == wrong else 7) for name in names}
-        servers = start(stack, fakes)
-        with pytest.raises(VerificationError, match=message):
-            verify(PRESSURE, WORKLOAD, servers)
+def test_other_tokens_fail_the_verification_under_pressure(wrong, message, start):
+    names = ("ams-tova", "stock", "default", "ample")
+    fakes = {name: FakeServer(8 if name == wrong else 7) for name in names}
+    servers = start(fakes)
+    with pytest.raises(VerificationError, match=message):
+        verify(PRESSURE, WORKLOAD, servers)
 
 
-def test_events_fail_the_verification_of_a_budget_that_is_never_reached():
-    with ExitStack() as stack:
-        fakes = {name: FakeServer() for name in ("ams-tova", "stock", "default")}
-        servers = start(stack, fakes)
-        with pytest.raises(VerificationError, match="ams-tova: 2 events, wanted 0"):
-            verify(NEUTRAL, WORKLOAD, servers)
+def test_events_fail_the_verification_of_a_budget_that_is_never_reached(start):
+    fakes = {name: FakeServer() for name in ("ams-tova", "stock", "default")}
+    servers = start(fakes)
+    with pytest.raises(VerificationError, match="ams-tova: 2 events, wanted 0"):
+        verify(NEUTRAL, WORKLOAD, servers)
 
 
 @pytest.mark.parametrize("name", ["prefixes", "turns"])
-def test_verification_of_caches(name):
+def test_verification_of_caches(name, start):
     scenario = CACHING_SCENARIOS[name]
     fakes = fakes_of(scenario)
-    with ExitStack() as stack:
-        passed = verify_caching(scenario, WORKLOADS[name], start(stack, fakes))
+    passed = verify_caching(scenario, WORKLOADS[name], start(fakes))
     found = {"prefixes": "10 of 28", "turns": "30 of 54"}[name]
     assert f"stock@0.4: {found} prompt tokens found in the cache" in passed
     assert "ams-tova@1: 0 of 0 prompt tokens found in the cache" in passed
@@ -383,36 +366,33 @@ def test_verification_of_caches(name):
 
 
 @pytest.mark.parametrize("wrong", ["stock@0.4", "ams-tova@1"])
-def test_other_tokens_fail_the_verification_in_float32_only(wrong):
+def test_other_tokens_fail_the_verification_in_float32_only(wrong, start):
     scenario = CACHING_SCENARIOS["prefixes"]
     fakes = fakes_of(scenario)
     fakes[wrong].first_token = 8
-    with ExitStack() as stack:
-        servers = start(stack, fakes)
-        with pytest.raises(VerificationError, match="differ in request 0 from output"):
-            verify_caching(scenario, PREFIXES, servers)
-        passed = verify_caching(replace(scenario, dtype="bfloat16"), PREFIXES, servers)
+    servers = start(fakes)
+    with pytest.raises(VerificationError, match="differ in request 0 from output"):
+        verify_caching(scenario, PREFIXES, servers)
+    passed = verify_caching(replace(scenario, dtype="bfloat16"), PREFIXES, servers)
     assert not any("tokens as" in sentence for sentence in passed)
 
 
-def test_one_request_alone_has_no_called_event():
+def test_one_request_alone_has_no_called_event(start):
     scenario = replace(CACHING_SCENARIOS["prefixes"], dtype="bfloat16")
-    with ExitStack() as stack:
-        servers = start(stack, fakes_of(scenario))
-        name = "ams-tova@1"
-        servers[name] = replace(servers[name], arguments=("--kv-events", "pressure"))
-        with pytest.raises(VerificationError, match="ams-tova@1: 2 events, 2 blocks"):
-            verify_caching(scenario, PREFIXES, servers)
+    servers = start(fakes_of(scenario))
+    name = "ams-tova@1"
+    servers[name] = replace(servers[name], arguments=("--kv-events", "pressure"))
+    with pytest.raises(VerificationError, match="ams-tova@1: 2 events, 2 blocks"):
+        verify_caching(scenario, PREFIXES, servers)
 
 
 # -- rounds and figures ----------------------------------------------------------------
 
 
-def test_servers_take_turns_after_a_warm_up(capsys):
-    with ExitStack() as stack:
-        fakes = {name: FakeServer() for name in ("ams-tova", "stock", "default")}
-        servers = start(stack, fakes)
-        rows = rounds.compare(servers, WORKLOAD, pairs=4)
+def test_servers_take_turns_after_a_warm_up(capsys, start):
+    fakes = {name: FakeServer() for name in ("ams-tova", "stock", "default")}
+    servers = start(fakes)
+    rows = rounds.compare(servers, WORKLOAD, pairs=4)
     lines = capsys.readouterr().err.splitlines()
     order = [line.split(": ")[1].split()[0] for line in lines]
     a, b, c = fakes
@@ -446,17 +426,19 @@ def test_figures_are_growth_in_the_round():
     assert row["steps"] is None and row["server_ttft_ms"] is None
     assert row["server_itl_ms"] == pytest.approx(3.0)
     assert row["kept_ratio"] is None
-    assert (row["peak_running"], row["least_held_ratio"]) == (8.0, 0.2)
+    # Means are over samples in which something runs.
+    running = row["peak_running"], row["mean_running"]
+    assert (*running, row["least_held_ratio"]) == (8.0, 5.0, 0.2)
     assert row["peak_kv_usage"] is None
-    idle = [{"vllm:num_requests_running": 0.0}]
-    assert rounds.figures(completions, idle, before, after)["peak_running"] is None
+    for idle in ([{"vllm:num_requests_running": 0.0}], []):
+        row = rounds.figures(completions, idle, before, after)
+        assert row["peak_running"] is row["mean_running"] is None
 
 
-def test_hits_of_a_round_are_counted():
-    with ExitStack() as stack:
-        fakes = {"stock@1": FakeServer(caches=True), "ams-tova@1": FakeServer()}
-        servers = start(stack, fakes)
-        rows = rounds.compare(servers, TURNS, pairs=2)
+def test_hits_of_a_round_are_counted(start):
+    fakes = {"stock@1": FakeServer(caches=True), "ams-tova@1": FakeServer()}
+    servers = start(fakes)
+    rows = rounds.compare(servers, TURNS, pairs=2)
     for row in rows["stock@1"]:
         assert row["queried_tokens"] == 2 * (12 + 18 + 24)
         # A later prompt finds the one before it, of which nothing else is cached.
@@ -465,14 +447,6 @@ def test_hits_of_a_round_are_counted():
         assert row["ttft_first_ms"] > 0 and row["ttft_later_p99_ms"] > 0
     for row in rows["ams-tova@1"]:
         assert row["hit_tokens"] == 0 and row["hit_ratio"] is None
-
-
-def test_requests_running_are_averaged_over_busy_samples():
-    completions = [Completion(0.0, [1, 2], [0.5, 1.0])]
-    samples = [{rounds.RUNNING: float(running)} for running in (0, 4, 9, 2, 0)]
-    row = rounds.figures(completions, samples, {}, {})
-    assert (row["peak_running"], row["mean_running"]) == (9.0, 5.0)
-    assert rounds.figures(completions, [], {}, {})["mean_running"] is None
 
 
 def test_the_share_of_right_drafts_is_a_figure():
@@ -503,7 +477,6 @@ def faked(arguments, _, failures, fails=()):
 
 
 def run(monkeypatch, model, fails):
-    """Run the small scenario on fakes."""
     monkeypatch.setattr(serving, "running", lambda *args: faked(*args, fails=fails))
     scenario = replace(SMALL, pairs=2, max_model_len=46, shares=(0.8,))
     return serving.run(scenario, model, Path("logs"))

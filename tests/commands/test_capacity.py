@@ -150,7 +150,6 @@ def test_who_ends_before_others_grow_enters_a_full_pool(tiny_model: Path, monkey
 
 
 def request(name: str, prompt: int, output: int) -> Request:
-    """Return a request that gives `output` tokens."""
     params = SamplingParams(max_tokens=output, ignore_eos=True)
     return Request(name, [5] * prompt, params, None)
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from vllm_kvpolicy.commands import judge
-from vllm_kvpolicy.commands.judge import FAILED, OPEN, PASSED, Answer, Check
+from vllm_kvpolicy.commands.judge import FAILED, PASSED, Answer, Check
 
 STOCK = [Answer((1, 2, 3, 4)), Answer((5, 6, 7, 8))]
 OTHER = [Answer((1, 2, 3, 4)), Answer((5, 6, 9, 8))]
@@ -49,12 +49,6 @@ def test_a_policy_that_returns_nothing(name):
     assert check.result == (FAILED if name else PASSED)
 
 
-def test_a_pool_that_leaks():
-    assert judge.pool_is_free("x", 0).result == PASSED
-    check = judge.pool_is_free("x", 2)
-    assert (check.result, check.figures) == (FAILED, "2 superblocks still held")
-
-
 @pytest.mark.parametrize(
     ("events", "counted", "result"),
     [
@@ -69,20 +63,6 @@ def test_a_pool_that_leaks():
 def test_counters(events, counted, result):
     answers = [Answer((), each) for each in events]
     assert judge.counters_agree("x", answers, counted).result == result
-
-
-def test_growth_is_of_what_there_was_before():
-    assert judge.growth({"a": 2.0}, {"a": 5.0, "b": 1.0}) == {"a": 3.0, "b": 1.0}
-
-
-def test_what_is_open_is_not_ill():
-    states = {state: Check("x", state, "") for state in (PASSED, FAILED, OPEN)}
-    assert judge.is_healthy([states[PASSED], states[OPEN]])
-    assert not judge.is_healthy([states[PASSED], states[FAILED]])
-    assert judge.summary([states[PASSED]]) == "healthy"
-    told = judge.summary([states[PASSED], states[OPEN]])
-    assert told == "nothing failed, 1 of 2 open"
-    assert judge.summary(list(states.values())) == "NOT HEALTHY"
 
 
 def test_what_stops_is_a_failed_check() -> None:

@@ -56,15 +56,9 @@ def test_every_figure_is_a_picture_and_on_the_page(drawn):
 def test_figures_follow_from_what_was_recorded(drawn):
     names = {file.stem for file in drawn.glob("*.png")}
     spread = (0, 1, 3, 4, 5, 6, 8, 9)  # 8 of 10 layers
-    assert names == {
-        "retention",
-        "ams-tova-head_budget",
-        "ams-tova-lse_drop",
-        "ams-tova-kept-layer0",
-        "ams-tova-segments-layer0",
-        "snapkv-head_budget",
-        *(f"snapkv-kept-layer{layer}" for layer in spread),
-    }
+    of_ams = ("head_budget", "lse_drop", "kept-layer0", "segments-layer0")
+    expected = {"retention", "snapkv-head_budget", *(f"ams-tova-{x}" for x in of_ams)}
+    assert names == expected | {f"snapkv-kept-layer{layer}" for layer in spread}
 
 
 def test_the_longest_request_is_drawn_unless_another_is_named(tmp_path):
@@ -93,19 +87,14 @@ def test_layers_are_drawn_as_asked(trace, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (None, [], "trace: no events in"),
-        (b"broken", [], "trace: cannot read"),
-        ("whole", ["--layers", "0", "1"], "layers: got 1, expected 0 to 0"),
-        ("whole", ["--request", "x"], "request: got 'x', expected one of ['r0']"),
+        (["--layers", "0", "1"], "layers: got 1, expected 0 to 0"),
+        (["--request", "x"], "request: got 'x', expected one of ['r0']"),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, content, arguments, message):
-    if content is not None:
-        write_trace(tmp_path, [make_event()])
-    if content == b"broken":
-        (tmp_path / "000000.npz").write_bytes(content)
+def test_what_cannot_be_drawn_is_refused(tmp_path, capsys, arguments, message):
+    write_trace(tmp_path, [make_event()])
     assert main(["trace", "plot", str(tmp_path), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "plots").exists()

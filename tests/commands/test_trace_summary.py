@@ -34,19 +34,6 @@ def test_one_event_by_hand(tmp_path):
     assert not {"iou", "memory_time", "lse_drop", "wiped_16_0"} & set(got)
 
 
-def test_random_choice_of_half_has_an_iou_of_a_third(tmp_path):
-    random = np.random.default_rng(0)
-    events = run_request(
-        lambda held: random.choice(held, len(held) // 2, replace=False),
-        budget=256,
-        events=9,
-    )
-    got = summarise(write_trace(tmp_path, events))["snapkv"]
-    assert got["iou"] == pytest.approx(1 / 3, abs=0.01)
-    assert got["survival"] == pytest.approx(1 / 2, abs=0.01)
-    assert got["wiped_16_0"] < 0.001 < got["gone_16_0"]
-
-
 def test_a_sliding_window_shares_nothing_but_sinks(tmp_path):
     events = run_request(newest, policy="streaming", sinks=SINKS)
     got = summarise(write_trace(tmp_path, events))["streaming"]

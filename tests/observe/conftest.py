@@ -27,5 +27,4 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def port() -> int:
-    """A port that nobody listens on."""
     return free_port()

@@ -223,13 +223,10 @@ def test_events_that_were_called_for_are_told_by_cause_of_each_engine(folder):
 
 def config_of(index=0, local=1):
     """Return what is read of a VllmConfig, of the server "s"."""
-    return SimpleNamespace(
-        instance_id="s",
-        model_config=SimpleNamespace(served_model_name=["tiny", "alias"]),
-        parallel_config=SimpleNamespace(
-            data_parallel_index=index, data_parallel_size_local=local
-        ),
-    )
+    ranks = {"data_parallel_index": index, "data_parallel_size_local": local}
+    model = SimpleNamespace(served_model_name=["tiny", "alias"])
+    own = {"instance_id": "s", "model_config": model}
+    return SimpleNamespace(parallel_config=SimpleNamespace(**ranks), **own)
 
 
 @pytest.mark.parametrize(

@@ -27,28 +27,18 @@ def scheduler_of(computed, waiting=0):
     """Return a scheduler with a pool of 20 superblocks, 12 of them held."""
     running = [request(f"r{index}", count) for index, count in enumerate(computed)]
     queued = [request(f"w{index}", 0) for index in range(waiting)]
-    state = SimpleNamespace(
-        plan=SimpleNamespace(
-            policy="ams-tova",
-            budget=96,
-            footprint=SimpleNamespace(events=SimpleNamespace(interval=48, budget=106)),
-            is_called=False,
-        ),
-        is_uncut=False,
-        ordinal=2,
-        dropped_tokens=3 * SIZE,
-        pinned_tokens=SIZE,
-        frontier_blocks=5,
-        global_blocks=2,
-    )
+    events = SimpleNamespace(events=SimpleNamespace(interval=48, budget=106))
+    plan = {"policy": "ams-tova", "budget": 96, "footprint": events, "is_called": False}
+    state = {"plan": SimpleNamespace(**plan), "is_uncut": False, "ordinal": 2}
+    state |= {"dropped_tokens": 3 * SIZE, "pinned_tokens": SIZE}
+    state |= {"frontier_blocks": 5, "global_blocks": 2}
     blocks = [SimpleNamespace(block_hash=1, ref_cnt=n % 2) for n in range(6)]
-    pool = SimpleNamespace(
-        num_gpu_blocks=21, get_num_free_blocks=lambda: 8, blocks=blocks
-    )
+    pool = SimpleNamespace(num_gpu_blocks=21, blocks=blocks)
+    pool.get_num_free_blocks = lambda: 8
     return SimpleNamespace(
         running=running,
         requests={each.request_id: each for each in (*queued, *running)},
-        kv_policy_planner=SimpleNamespace(states={"r0": state}),
+        kv_policy_planner=SimpleNamespace(states={"r0": SimpleNamespace(**state)}),
         kv_policy_manager=SimpleNamespace(
             block_size=SIZE, pool_counts=lambda: (9, 3), num_held=lambda name: 4
         ),

@@ -24,7 +24,6 @@ def flood(monkeypatch):
 
 
 def waiting(server):
-    """Return the bytes that wait for each client."""
     connections = [*server.server_state.connections]
     return [each.transport.get_write_buffer_size() for each in connections]
 

@@ -97,8 +97,7 @@ def test_a_streaming_cache_loses_what_a_full_cache_solves(model, tokenizer):
     full = score(model, tokenizer, problems, CacheRule(), batch_rows=8)
     streaming = score(model, tokenizer, problems, CacheRule(recent=124), batch_rows=8)
     assert full.trace_tokens >= 600
-    assert full.correct >= 6
-    assert streaming.correct <= 4
+    assert full.correct >= 6 and streaming.correct <= 4
 
 
 def test_cached_decoding_equals_one_forward_pass(model, tokenizer):

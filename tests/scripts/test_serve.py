@@ -25,17 +25,6 @@ def command(*arguments, device="cpu"):
     return " ".join(serve.build_command(options, device))
 
 
-def test_the_default_is_the_packaged_model_with_a_policy():
-    words = command()
-    for part in (
-        "serve reasoner/checkpoint",
-        "--kv-policy ams-expected --kv-budget auto --kv-interval 128",
-        *("--port 8000", "--served-model-name reasoner", "--max-model-len 4096"),
-        *("--dtype float32", "--kv-cache-memory-bytes", "--enforce-eager"),
-    ):
-        assert part in words, part
-
-
 @pytest.mark.parametrize(
     ("arguments", "is_auto"),
     [

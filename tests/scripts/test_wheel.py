@@ -94,12 +94,10 @@ def test_it_runs_from_another_folder(wheel: zipfile.ZipFile, tmp_path: Path) -> 
         "print(p.__file__); p.KVPolicyConfig('tova');"
         "raise SystemExit(main(['report']))"
     )
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     run = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith(str(tmp_path))

@@ -13,17 +13,9 @@ from vllm_kvpolicy.policies.calibration import Calibration
 def make_calibration(
     kind: str, num_layers: int, num_kv_heads: int, group: int, head_dim: int
 ) -> Calibration:
-    """Return a calibration of random numbers."""
-    fields = {
-        "kind": kind,
-        "model": "none",
-        "num_layers": num_layers,
-        "num_heads": num_kv_heads * group,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "rope_theta": 1e4,
-        "num_tokens": 100,
-    }
+    fields = {"kind": kind, "model": "none", "num_layers": num_layers}
+    fields |= {"num_heads": num_kv_heads * group, "num_kv_heads": num_kv_heads}
+    fields |= {"head_dim": head_dim, "rope_theta": 1e4, "num_tokens": 100}
     generator = torch.Generator().manual_seed(0)
     shapes = Calibration(**fields, tensors={}).shapes
     tensors = {

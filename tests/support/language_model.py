@@ -21,12 +21,10 @@ class Words:
         self.numbers = {"": FIRST, "\n": NEWLINE}
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
         found = re.findall(r" ?\w+|\n| ?[^\w\n]", text)
         return [self.numbers.setdefault(one, len(self.numbers)) for one in found]
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of token ids."""
         words = {number: word for word, number in self.numbers.items()}
         return "".join(words[token] for token in token_ids)
 

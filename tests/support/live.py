@@ -15,45 +15,22 @@ from vllm_kvpolicy.observe.metrics import CounterFile
 from vllm_kvpolicy.observe.routes import LiveRoutes
 from vllm_kvpolicy.observe.shared_files import RANK, SCHEDULER, Ring
 
-FACTS = {
-    "policy": "ams-tova",
-    "budget": 64,
-    "interval": 32,
-    "events": "always",
-    "model": "tiny",
-    "block_size": 32,
-    "capacity": "A line.",
-    "engines": [0],
-    "all_engines": 1,
-    "versions": {"vllm": "0.32.0", "vllm-kvpolicy": "0.1.0"},
-}
+FACTS = {"policy": "ams-tova", "budget": 64, "interval": 32, "events": "always"}
+FACTS |= {"model": "tiny", "block_size": 32, "capacity": "A line.", "engines": [0]}
+FACTS |= {"all_engines": 1, "versions": {"vllm": "0.32.0", "vllm-kvpolicy": "0.1.0"}}
 KEY = "right"  # of the server's
-END_SECONDS = 10.0  # that it may take to end
+STEP_SECONDS, END_SECONDS = 0.1, 10.0  # of a step, and that a server may take to end
 
 
 def event_record(**changed: Any) -> dict[str, Any]:
     """Return what a worker tells of an event; see
     `worker.observers.live`."""
-    record: dict[str, Any] = {
-        "kind": "event",
-        "at": 1.5e9,
-        "place": 0,
-        "ranks": 1,
-        "request": "r",
-        "serial": 0,
-        "ordinal": 0,
-        "policy": "ams-tova",
-        "position": 100,
-        "prompt": 60,
-        "budget": 64,
-        "sinks": 4,
-        "frontier": 64,
-        "held": 100.0,
-        "kept": [[68, 68], [68, 68]],
-        "age": [[0.2, 0.3], [0.4, 0.5]],
-        "retention": [0.5, 1.0],
-        "first_known": 0,
-    }
+    record: dict[str, Any] = {"kind": "event", "at": 1.5e9, "place": 0, "ranks": 1}
+    record |= {"request": "r", "serial": 0, "ordinal": 0, "policy": "ams-tova"}
+    record |= {"position": 100, "prompt": 60, "budget": 64, "sinks": 4, "frontier": 64}
+    record |= {"held": 100.0, "kept": [[68, 68], [68, 68]]}
+    record |= {"age": [[0.2, 0.3], [0.4, 0.5]], "retention": [0.5, 1.0]}
+    record |= {"first_known": 0}
     return record | changed
 
 
@@ -80,13 +57,11 @@ class PlayedEngine:
 
     Args:
         num_requests: that run.
-        period: seconds between two steps.
         num_without: of the first ones, which have no events; the next one has them all.
             Tests may change it.
         most_events: that there are.
 
     Attributes:
-        is_silent: it tells nothing, as an engine within a long step.
         floor: of requests; None where no events are called for.
         pinned: tokens of requests that have a policy.
     """
@@ -94,7 +69,6 @@ class PlayedEngine:
     def __init__(
         self,
         num_requests: int,
-        period: float = 0.1,
         num_without: int = 0,
         most_events: int | None = None,
     ) -> None:
@@ -105,18 +79,17 @@ class PlayedEngine:
         self.counters.set("local_blocks", 5 * bool(num_requests))
         self.counters.set("global_blocks", 2 * bool(num_requests))
         self.num_steps = self.num_told = self.num_events = 0
-        self.is_silent = False
         self.floor: int | None = None
         self.pinned = 0
         self.num_without, self._most_events = num_without, most_events
-        self._period, self._end = period, threading.Event()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
         rng = random.Random(3)
-        while not self._end.wait(self._period):
+        while not self._end.wait(STEP_SECONDS):
             self.num_steps += 1
-            if self.is_silent or not (self.names and self.scheduler.is_heard()):
+            if not (self.names and self.scheduler.is_heard()):
                 continue
             self.num_told += 1
             snapshot = snapshot_record(time.monotonic(), self.names)

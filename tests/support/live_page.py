@@ -40,10 +40,8 @@ def page_of(browser: Any, width: str = "desk", scheme: str = "light") -> Iterato
 
 
 def is_own(url: str) -> bool:
-    """Return whether a page may ask for this."""
     return url.startswith(("http://127.0.0.1:", "data:"))
 
 
 def unlock(page: Any, url: str) -> None:
-    """Open a page with the server's key."""
     page.goto(f"{url}#key={KEY}")

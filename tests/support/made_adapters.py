@@ -14,17 +14,9 @@ def make_adapter(
         "norm": torch.randn(layers, hidden, generator=generator),
         "projection": torch.randn(layers, heads, hidden, generator=generator),
     }
-    values = {
-        "model": "a model",
-        "flavour": "qwen3",
-        "num_layers": layers,
-        "num_kv_heads": heads,
-        "hidden_size": hidden,
-        "window": 64,
-        "target_cr": 4.0,
-        "kept_fraction": 0.25,
-        "tensors": DmsAdapter.unstacked(weights),
-        "alpha_scale": 50.0,
-        "alpha_offset": 2.5,
-    }
+    values = {"model": "a model", "flavour": "qwen3", "num_layers": layers}
+    values |= {"num_kv_heads": heads, "hidden_size": hidden, "window": 64}
+    values |= {"target_cr": 4.0, "kept_fraction": 0.25}
+    values |= {"tensors": DmsAdapter.unstacked(weights), "alpha_scale": 50.0}
+    values |= {"alpha_offset": 2.5}
     return DmsAdapter(**{**values, **fields})

@@ -9,7 +9,6 @@ from vllm_kvpolicy.policies.admissions.wgkv import Gates
 def make_weights(
     layers: int = 3, heads: int = 2, channels: int = 8, units: int = 5
 ) -> GateWeights:
-    """Return random weights."""
     generator = torch.Generator().manual_seed(1)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -30,18 +29,8 @@ def make_gates(
 ) -> Gates:
     """Return gates of random weights; `fields` replace those of `Gates`."""
     weights = make_weights(layers, heads, channels, units)
-    values = {
-        "model": "a model",
-        "flavour": "qwen3",
-        "num_layers": layers,
-        "num_kv_heads": heads,
-        "head_dim": channels,
-        "rope_theta": 5e5,
-        "window": 64,
-        "threshold": 0.1,
-        "sinks": 4,
-        "sparsity_weight": 0.16,
-        "kept_fraction": 0.25,
-        "tensors": Gates.unstacked(weights.tensors()),
-    }
+    values = {"model": "a model", "flavour": "qwen3", "num_layers": layers}
+    values |= {"num_kv_heads": heads, "head_dim": channels, "rope_theta": 5e5}
+    values |= {"window": 64, "threshold": 0.1, "sinks": 4, "sparsity_weight": 0.16}
+    values |= {"kept_fraction": 0.25, "tensors": Gates.unstacked(weights.tensors())}
     return Gates(**{**values, **fields})

@@ -13,16 +13,10 @@ def surrogate_config(
     layers: int, heads: int, hidden: int, units: int | None
 ) -> dict[str, object]:
     """Return a config.json as kvpress 0.5.5 saves it with transformers 5.19."""
-    return {
-        "architectures": ["KVzapModel"],
-        "dtype": "bfloat16",
-        "hidden_dim": units,
-        "input_dim": hidden,
-        "model_type": "kvzap",
-        "n_modules": layers,
-        "output_dim": heads,
-        "transformers_version": "5.19.0",
-    }
+    config = {"architectures": ["KVzapModel"], "dtype": "bfloat16", "hidden_dim": units}
+    config |= {"input_dim": hidden, "model_type": "kvzap", "n_modules": layers}
+    config |= {"output_dim": heads, "transformers_version": "5.19.0"}
+    return config
 
 
 def surrogate_tensors(

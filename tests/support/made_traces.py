@@ -9,6 +9,7 @@ import numpy as np
 from vllm_kvpolicy.observe.trace_files import EventRecord, to_arrays
 
 Choose = Callable[[np.ndarray], np.ndarray]
+BUDGET = 64  # of the events of `run_request`
 
 
 def make_event(**changes: Any) -> EventRecord:
@@ -16,22 +17,11 @@ def make_event(**changes: Any) -> EventRecord:
 
     It keeps 0, 3 and the local ones, and was to keep 0 and the local ones.
     """
-    fields: dict[str, Any] = {
-        "request_id": "r0",
-        "policy": "snapkv",
-        "position": 10,
-        "ordinal": 0,
-        "frontier": 6,
-        "budget": 5,
-        "prompt": 8,
-        "sinks": 1,
-        "pinned": 0,
-        "block_size": 2,
-        "held": rows(range(10)),
-        "selected": rows([0, 6, 7, 8, 9]),
-        "survivors": rows([0, 3]),
-        "moved": 0.5,
-    }
+    fields: dict[str, Any] = {"request_id": "r0", "policy": "snapkv", "position": 10}
+    fields |= {"ordinal": 0, "frontier": 6, "budget": 5, "prompt": 8, "sinks": 1}
+    fields |= {"pinned": 0, "block_size": 2, "held": rows(range(10))}
+    fields |= {"selected": rows([0, 6, 7, 8, 9]), "survivors": rows([0, 3])}
+    fields |= {"moved": 0.5}
     return EventRecord(**fields | changes)
 
 
@@ -47,16 +37,16 @@ def run_request(
     choose: Choose,
     *,
     policy: str = "snapkv",
-    budget: int = 64,
     events: int = 4,
     shape: tuple[int, int] = (2, 2),
     sinks: int = 4,
 ) -> list[EventRecord]:
     """Return the events of a request that has one each time it holds two budgets.
 
+    A budget's tokens come between events; heads keep no local tokens.
+
     Args:
         choose: takes the positions that a head holds, returns those that it keeps.
-        budget: K, and tokens between events; heads keep no local tokens.
         shape: L and H.
         sinks: first tokens, left out of what may be dropped.
     """
@@ -64,28 +54,17 @@ def run_request(
     kept = np.empty((*shape, 0), np.int32)
     records = []
     for ordinal in range(events):
-        position = budget * (ordinal + 2)
-        newer = np.arange(position - 2 * budget + kept.shape[-1], position)
+        position = BUDGET * (ordinal + 2)
+        newer = np.arange(position - 2 * BUDGET + kept.shape[-1], position)
         newer = np.broadcast_to(newer, (*shape, len(newer)))
         held = np.concatenate([kept, newer], axis=-1).astype(np.int32)
         chosen = [np.sort(choose(row)) for row in held.reshape(-1, held.shape[-1])]
         kept = np.array(chosen, np.int32).reshape(num_layers, num_heads, -1)
-        records.append(
-            make_event(
-                request_id=f"{policy}-0",
-                policy=policy,
-                position=position,
-                ordinal=ordinal,
-                frontier=position,
-                budget=budget,
-                prompt=2 * budget,
-                sinks=sinks,
-                block_size=16,
-                held=held,
-                selected=kept,
-                survivors=kept,
-            )
-        )
+        fields = {"request_id": f"{policy}-0", "policy": policy, "ordinal": ordinal}
+        fields |= {"position": position, "frontier": position, "block_size": 16}
+        fields |= {"budget": BUDGET, "prompt": 2 * BUDGET, "sinks": sinks}
+        fields |= {"held": held, "selected": kept, "survivors": kept}
+        records.append(make_event(**fields))
     return records
 
 

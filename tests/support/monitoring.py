@@ -11,7 +11,6 @@ SERIES = re.compile(r"\b(?:vllm:|kvpolicy_)\w+")
 
 
 def board() -> dict:
-    """Return the dashboard as Grafana reads it."""
     return json.loads((FOLDER / "dashboard.json").read_text())
 
 
@@ -25,7 +24,6 @@ def board_queries() -> list[str]:
 
 
 def rules() -> list[dict]:
-    """Return the alert rules."""
     groups = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
     return [rule for group in groups for rule in group["rules"]]
 

@@ -24,7 +24,6 @@ READ_ALL_HEADS = (("tova", {}), ("rpc", {}), VARIANTS[8])
 
 
 def case_id(value: object) -> str:
-    """Name a part of a case in test reports."""
     if isinstance(value, dict):
         return ",".join(f"{key}={item}" for key, item in value.items()) or "default"
     return str(value)

@@ -28,7 +28,6 @@ def trials(number: int) -> int:
 
 
 def evictions() -> list[str]:
-    """Return every eviction of the package."""
     return [name for name in names() if not parse(name).is_test]
 
 

@@ -39,27 +39,14 @@ def make_tiny_model(
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = [*SPECIAL_TOKENS, *CHARACTERS]
-    config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": len(vocabulary),
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": query_heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": max_positions,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "torch_dtype": "float32",
-    }
+    config = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    config |= {"vocab_size": len(vocabulary), "hidden_size": hidden}
+    config |= {"intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads}
+    config |= {"head_dim": head_dim, "max_position_embeddings": max_positions}
+    config |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu"}
+    config |= {"attention_bias": False, "tie_word_embeddings": False, "pad_token_id": 0}
+    config |= {"bos_token_id": None, "eos_token_id": 1, "torch_dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
     save_file(_random_weights(config, seed), folder / "model.safetensors")
@@ -68,7 +55,6 @@ def make_tiny_model(
 
 
 def _random_weights(config: dict, seed: int) -> dict[str, torch.Tensor]:
-    """Return every parameter of the model, float32."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries = config["num_attention_heads"] * config["head_dim"]
@@ -113,13 +99,8 @@ def write_tokenizer(folder: Path, vocabulary: list[str], max_positions: int) -> 
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "pad_token": "<pad>",
-        "eos_token": "<eos>",
-        "unk_token": "<unk>",
-        "model_max_length": max_positions,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
+    settings |= {"eos_token": "<eos>", "unk_token": "<unk>"}
+    settings |= {"model_max_length": max_positions}
+    settings |= {"clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))

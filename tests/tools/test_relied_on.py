@@ -3,6 +3,7 @@
 import ast
 import inspect
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -179,12 +180,8 @@ def bind(ours, declared):
 def test_an_override_that_takes_something_else_is_found(declared, is_borne):
     def ours(self, a, b): ...
 
-    try:
+    with nullcontext() if is_borne else pytest.raises(TypeError):
         bind(ours, declared)
-        found = True
-    except TypeError:
-        found = False
-    assert found is is_borne
 
 
 @pytest.mark.parametrize("minor", compat.RELEASES)

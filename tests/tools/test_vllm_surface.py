@@ -81,10 +81,8 @@ def make_wheel(path: Path, sources: dict[str, str]) -> str:
 def test_a_wheel_is_read_without_running_it(tmp_path):
     sources = {
         "vllm/v1/outputs.py": (
-            "raise RuntimeError\n"
-            "class AsyncModelRunnerOutput:\n"
-            "    @abstractmethod\n"
-            "    def get_output(self): ...\n"
+            "raise RuntimeError\nclass AsyncModelRunnerOutput:\n"
+            "    @abstractmethod\n    def get_output(self): ...\n"
         ),
         "vllm/v1/request/__init__.py": "class Request:\n    request_id: str\n",
     }

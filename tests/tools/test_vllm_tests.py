@@ -16,7 +16,6 @@ FILE = "tests/v1/core/test_scheduler.py"
 
 
 def record(test: str, outcome: str = PASSED, **values) -> Record:
-    """Return a record of a test that built a scheduler."""
     return Record(f"{FILE}::{test}", outcome, ours=1, **values)
 
 
@@ -28,7 +27,6 @@ def problems(own: list[Record], *expected: Expected) -> list[str]:
 
 
 def expected(test: str, **values) -> Expected:
-    """Return a row about a test of FILE."""
     return Expected("why", ("never",), (f"core/test_scheduler.py::{test}",), **values)
 
 

@@ -51,5 +51,4 @@ def llama(tiny_llama: Path) -> Base:
 
 @pytest.fixture(params=["qwen3", "llama"])
 def base(request: pytest.FixtureRequest) -> Base:
-    """Each of the two."""
     return request.getfixturevalue(request.param)

@@ -16,15 +16,8 @@ from training.model import Base, load_base
 from training.rows import Row
 
 TOKENS = 48
-SETTINGS = replace(
-    BORROWED,
-    targets=(2.0,),
-    steps_per_ratio=3,
-    fade_steps=3,
-    window=6,
-    rows_per_step=1,
-    learning_rate=1e-3,
-)
+SETTINGS = replace(BORROWED, targets=(2.0,), steps_per_ratio=3, fade_steps=3)
+SETTINGS = replace(SETTINGS, window=6, rows_per_step=1, learning_rate=1e-3)
 FLAVOURS = pytest.mark.parametrize("flavour", ["qwen3", "llama"])
 
 
@@ -38,8 +31,8 @@ def nothing(target: float) -> None:
     return None
 
 
-def learner(teacher: Base, folder: Path, dtype: torch.dtype = torch.float32) -> Base:
-    return load_base(str(folder), "cpu", dtype, trained=True)
+def learner(folder: Path) -> Base:
+    return load_base(str(folder), "cpu", torch.float32, trained=True)
 
 
 @pytest.fixture
@@ -48,7 +41,7 @@ def retrofit(
 ) -> Retrofit:
     folder = {"qwen3": tiny_model, "llama": tiny_llama}[flavour]
     teacher = request.getfixturevalue(flavour)
-    return Retrofit(SETTINGS, teacher, learner(teacher, folder))
+    return Retrofit(SETTINGS, teacher, learner(folder))
 
 
 @FLAVOURS
@@ -186,8 +179,7 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     source = Path(__file__).parents[2] / "reasoner" / "checkpoint"
     teacher = load_base(str(source), "cpu", torch.float32)
-    student = learner(teacher, source)
-    retrofit = Retrofit(replace(SETTINGS, window=32), teacher, student)
+    retrofit = Retrofit(replace(SETTINGS, window=32), teacher, learner(source))
     save_checkpoint(tmp_path, retrofit, str(source), 4.0)
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path))
     assert before.keys() == after.keys()

@@ -21,16 +21,9 @@ from vllm_kvpolicy.policies.admissions.dms.model import load
 
 ROOT = Path(__file__).parents[2]
 WINDOW, TOKENS = 8, 64
-QUICK = Settings(
-    targets=(1.5, 2.5, 5.0),
-    steps_per_ratio=40,
-    hold_steps=20,
-    window=WINDOW,
-    compression_weight=25,
-    rows_per_step=2,
-    learning_rate=1e-3,
-)
-SHORT = replace(QUICK, targets=(2.0, 4.0), steps_per_ratio=2, hold_steps=0)  # 6 steps
+SHORT = Settings(targets=(2.0, 4.0), steps_per_ratio=2, hold_steps=0, window=WINDOW)
+SHORT = replace(SHORT, compression_weight=25, rows_per_step=2, learning_rate=1e-3)
+"""Of 6 steps."""
 
 
 def rows(count: int, seed: int = 0) -> list[Row]:
@@ -53,14 +46,8 @@ def test_trained_adapters_choose_better_than_those_of_chance(tmp_path: Path) -> 
     base = load_base(str(folder), "cpu", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = read_reasoner(folder, tokenizer, 160, 3)
-    settings = Settings(
-        targets=(2.0,),
-        steps_per_ratio=14,
-        hold_steps=10,
-        window=WINDOW,
-        rows_per_step=1,
-        learning_rate=3e-4,
-    )
+    settings = Settings(targets=(2.0,), steps_per_ratio=14, hold_steps=10)
+    settings = replace(settings, window=WINDOW, rows_per_step=1, learning_rate=3e-4)
     model = retrofit(base, settings)
     train(model, texts.shuffled(0), tmp_path / "state", nothing)
     figures = measure(model, texts.validation)
@@ -85,7 +72,7 @@ def test_trained_adapters_choose_better_than_those_of_chance(tmp_path: Path) -> 
 
 
 def test_figures_by_hand(qwen3: Base) -> None:
-    model = retrofit(qwen3, QUICK)
+    model = retrofit(qwen3)
     drawn = torch.randn(2, 2, 64, generator=torch.Generator().manual_seed(0))
     model.weights.projection.data = 0.1 * drawn
     (row,) = rows(1, 2)
@@ -117,7 +104,7 @@ def test_figures_by_hand(qwen3: Base) -> None:
 @pytest.mark.parametrize("of_answers", [True, False], ids=["answers", "ends"])
 def test_losses_are_weighed_by_what_counts(qwen3: Base, of_answers: bool) -> None:
     """Answers, if only they count; never the ends of texts."""
-    model = retrofit(qwen3, QUICK)
+    model = retrofit(qwen3)
     first, second = rows(2)
     if of_answers:
         counts = torch.zeros(TOKENS, dtype=torch.bool)

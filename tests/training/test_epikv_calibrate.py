@@ -10,23 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from training import epikv_files as files
+from training import epikv_layers as layers
 from training.__main__ import main
-from training.epikv_files import (
-    answer_start,
-    append,
-    boxed_answer,
-    read_lines,
-    resume,
-    same_answer,
-)
-from training.epikv_layers import (
-    Correlation,
-    correlate,
-    find_band,
-    join,
-    proposals,
-    spearman,
-)
+from training.epikv_files import append, read_lines, resume
+from training.epikv_layers import Correlation, correlate, find_band, proposals, spearman
 from training.epikv_traces import StepReader, Windows, label, label_all
 from vllm_kvpolicy.policies import compose as factory
 
@@ -60,16 +48,14 @@ def test_a_line_that_was_cut_off_is_made_again(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_box_holds_the_answer(text: str, answer: str | None) -> None:
-    assert boxed_answer(text) == answer
+    assert files.boxed_answer(text) == answer
 
 
 def test_answers_agree_however_they_are_written() -> None:
-    assert same_answer(r"\dfrac{1}{2}", r"\frac{1} {2}")
-    assert same_answer("1,200", "1200.0")
-    assert same_answer("$5$", "5.")
-    assert not same_answer("5", "6")
-    assert not same_answer("x", "y")
-    assert not same_answer(None, "5")
+    same = [(r"\dfrac{1}{2}", r"\frac{1} {2}"), ("1,200", "1200.0"), ("$5$", "5.")]
+    assert all(files.same_answer(*pair) for pair in same)
+    others = [("5", "6"), ("x", "y"), (None, "5")]
+    assert not any(files.same_answer(*pair) for pair in others)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +71,7 @@ def test_answers_agree_however_they_are_written() -> None:
     ],
 )
 def test_where_the_answer_begins(pieces: list[str], start: int) -> None:
-    assert answer_start(pieces, 1) == start
+    assert files.answer_start(pieces, 1) == start
 
 
 FILL, KEY, THINK_END = 0, 77, 99
@@ -131,12 +117,8 @@ def test_tokens_of_windows_that_change_the_answer(key_at: int) -> None:
     want = [1] * PROMPT + [int(i in important) for i in range(PROMPT, end)] + [-1, -1]
     assert made["importance"] == want
     changed = sum(PROMPT + key_at in span for span in spans)
-    assert made["label_stats"] == {
-        "answer_start": end,
-        "filler": "eos",
-        "windows": len(spans),
-        "changed": changed,
-    }
+    stats = {"answer_start": end, "filler": "eos", "windows": len(spans)}
+    assert made["label_stats"] == stats | {"changed": changed}
     assert trace.items() <= made.items()
 
 
@@ -150,8 +132,7 @@ def test_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert label_all(traces, output, WINDOWS, pieces_of, second) == 1
     made = read_lines(output)
     assert [line["token_ids"] for line in made] == [
-        traces[0]["token_ids"],
-        traces[2]["token_ids"],
+        trace["token_ids"] for trace in traces[::2]
     ]
     assert len(first.contexts) == len(second.contexts) == 5
     assert label_all(traces, output, WINDOWS, pieces_of, second) == 0
@@ -189,14 +170,9 @@ def make_traces(num_traces: int = 8, seed: int = 0) -> list[dict]:
             for layer, (strength, row) in enumerate(zip(STRENGTHS, noise, strict=True))
         }
         importance[:PROMPT], importance[-9:] = 1, -1
-        traces.append(
-            {
-                "token_ids": rng.integers(0, 99, TOKENS).tolist(),
-                "prompt_len": PROMPT,
-                "signals": signals,
-                "importance": importance.tolist(),
-            }
-        )
+        ids = rng.integers(0, 99, TOKENS).tolist()
+        trace = {"token_ids": ids, "prompt_len": PROMPT, "signals": signals}
+        traces.append(trace | {"importance": importance.tolist()})
     return traces
 
 
@@ -277,7 +253,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     made = make_traces()
     labels = [{k: v for k, v in trace.items() if k != "signals"} for trace in made]
     traces = [{k: v for k, v in trace.items() if k != "importance"} for trace in made]
-    assert join(traces, labels[3:]) == made[3:]
+    assert layers.join(traces, labels[3:]) == made[3:]
     for name, lines in (("traces", traces), ("labels", labels[::-1])):
         append(tmp_path / f"{name}.jsonl", lines)
     files = [f"--{name}={tmp_path / name}.jsonl" for name in ("traces", "labels")]

@@ -168,15 +168,14 @@ def test_answers_are_those_of_the_assistant(
 
 def test_both_ways_agree_on_the_words_of_a_pretrained_tokenizer() -> None:
     """A token of more characters than one, where the borders are not told by them."""
-    folder = Path(__file__).parents[2] / "reasoner" / "checkpoint"
-    plain = tokenizer_of(folder)
+    plain = tokenizer_of(REASONER)
     tags = plain.chat_template.replace(
         "<assistant>{{ message['content'] | trim }}{{ eos_token }}",
         "<assistant>{% generation %}{{ message['content'] | trim }}{{ eos_token }}"
         "{% endgeneration %}",
     ).replace("<assistant><think>{% endif %}", "<assistant>{% endif %}")
-    tagged = tokenizer_of(folder, tags)
-    untagged = tokenizer_of(folder, tags.replace("{% generation %}", ""))
+    tagged = tokenizer_of(REASONER, tags)
+    untagged = tokenizer_of(REASONER, tags.replace("{% generation %}", ""))
     untagged.chat_template = untagged.chat_template.replace("{% endgeneration %}", "")
     asked = [{"role": "user", "content": "copy"}, {"role": "assistant", "content": "x"}]
     found = [answers(asked * 2, tokenizer) for tokenizer in (tagged, untagged)]

@@ -152,7 +152,6 @@ class Verdict:
     allowed: float
 
     def __str__(self) -> str:
-        """Say it in a few words."""
         return f"off by {self.worst:.1e}, {self.allowed:.1e} allowed"
 
     def check(self) -> None:
@@ -161,7 +160,6 @@ class Verdict:
 
 
 def by_plain(scene: Scene, dtype: torch.dtype) -> torch.Tensor:
-    """Return what PyTorch says of a scene, see `by_request`."""
     return by_request(scene, plain, dtype)
 
 

@@ -103,7 +103,6 @@ class Result:
 
     @property
     def all_tokens(self) -> Prompt:
-        """Prompt and generated tokens."""
         return self.job.prompt + self.tokens
 
     @property
@@ -173,7 +172,6 @@ class Run:
 
 
 def make_prompt(seed: int, length: int) -> Prompt:
-    """Return a reproducible random prompt."""
     rng = random.Random(seed)
     return [rng.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(length)]
 
@@ -338,17 +336,14 @@ class Engine:
 
     @property
     def core(self) -> Any:
-        """vLLM's EngineCore."""
         return self.llm.llm_engine.engine_core.engine_core
 
     @property
     def scheduler(self) -> Any:
-        """The scheduler."""
         return self.core.scheduler
 
     @property
     def worker(self) -> Any:
-        """The worker."""
         return self.core.model_executor.driver_worker.worker
 
     @property
@@ -367,7 +362,6 @@ class Engine:
         return self.scheduler.kv_cache_manager.block_pool.num_gpu_blocks - 1
 
     def counters(self) -> dict[str, float]:
-        """Return the engine's own counters."""
         return self.scheduler.kv_policy_counters.read()
 
     def admit_as_vllm_does(self) -> None:
@@ -376,12 +370,6 @@ class Engine:
         if admission is not None:
             admission.admits = lambda request, computed, num_new, *_: num_new
             admission.allowed = lambda *given: given[2]
-
-    def admit_by_forecast(self) -> None:
-        """Let requests in as a server does, after `admit_as_vllm_does`."""
-        admission = getattr(self.scheduler, "kv_policy_entry", None)
-        if admission is not None:
-            del admission.admits, admission.allowed
 
     def tell_worker_of_the_last_finish(self) -> None:
         """Run the empty steps in which vLLM passes on which requests finished."""
@@ -409,7 +397,6 @@ class Engine:
     def run(
         self, jobs: Iterable[Job], on_step: Callable[["Engine"], None] | None = None
     ) -> Run:
-        """Run jobs to their end."""
         session = Session(self, list(jobs))
         while session.step():
             if on_step is not None:

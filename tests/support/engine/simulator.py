@@ -131,7 +131,6 @@ class Simulation:
 
     @property
     def pool(self) -> Any:
-        """Return vLLM's block pool."""
         return self.scheduler.kv_cache_manager.block_pool
 
     def run(self, num_steps: int, num_drains: int = 1) -> Counter[str]:

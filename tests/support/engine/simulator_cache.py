@@ -124,7 +124,6 @@ class CacheCheck:
                 check(is_own, request_id, "writes into a shared block", block)
 
     def cached_ids(self) -> np.ndarray:
-        """Return the ids of all cached superblocks."""
         blocks = [block for block in self.pool.blocks if block.block_hash is not None]
         return np.array([block.block_id for block in blocks], np.int64)
 

@@ -37,7 +37,6 @@ class TableCheck:
         self.requests.drop(request_ids)
 
     def update(self, events: Sequence[CompactEvent], live: Live) -> None:
-        """Enter a step's events."""
         for event in events:
             rows = [self.requests.take(event.request_id)]
             numbers = self.requests.numbers(rows, [event])

@@ -35,14 +35,11 @@ MAX_TOKENS = 130
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of a tiny model, per layer."""
-
     query: int
     kv: int
 
 
 def write_model(folder: Path, heads: Heads) -> Path:
-    """Write a tiny model of these heads."""
     return make_tiny_model(folder, LAYERS, HIDDEN, heads.query, heads.kv, SIZE)
 
 

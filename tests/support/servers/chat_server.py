@@ -23,22 +23,23 @@ class ChatServer:
         faults: by prompt: an HTTP status, or one of `reset`, `stall`, `cut_body`,
             `bad_json`, `no_choices`, `aborted`, `capped`.
         answers: by prompt, texts that differ from the default.
+        says: by prompt, `kv_transfer_params` of the answer.
+
+    Attributes:
         has_policies: whether /metrics counts events.
         floor: tokens below which no called event cuts, 0 where none is called.
-        says: by prompt, `kv_transfer_params` of the answer.
     """
 
     def __init__(
         self,
         faults: Mapping[str, Sequence[int | str]] | None = None,
         answers: Mapping[str, str] | None = None,
-        has_policies: bool = True,
         says: Mapping[str, dict] | None = None,
     ) -> None:
         self.faults = {prompt: list(some) for prompt, some in (faults or {}).items()}
         self.answers = dict(answers or {})
-        self.has_policies, self.says = has_policies, dict(says or {})
-        self.floor = 0
+        self.says = dict(says or {})
+        self.has_policies, self.floor = True, 0
         self.tries: Counter[str] = Counter()
         self.bodies: list[dict] = []
         self.at_once = self.most_at_once = 0
@@ -105,5 +106,4 @@ class ChatServer:
 
 
 def serve(fake: ChatServer) -> AbstractContextManager[str]:
-    """Run a server in a thread; gives its root URL."""
     return serve_handlers("/v1/chat/completions", fake.chat, fake.metrics)

@@ -86,7 +86,6 @@ class FakeServer:
             self.hit += min(max(shared, default=0), len(prompt) - 1)
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Return Prometheus text."""
         text = METRICS.format(tokens=self.tokens, finished=self.finished)
         counters = {
             "vllm:prefix_cache_queries": self.queried,
@@ -100,5 +99,4 @@ class FakeServer:
 
 
 def serve(fake: FakeServer) -> AbstractContextManager[str]:
-    """Run a server in a thread; gives its root URL."""
     return serve_handlers("/v1/completions", fake.complete, fake.metrics)

@@ -115,14 +115,12 @@ class PolicyServer:
         return events
 
     async def models(self, request: web.Request) -> web.Response:
-        """Return the one model that there is."""
         model = {"id": "made", "max_model_len": self.longest}
         return web.json_response(
             {} if "is no vLLM" in self.faults else {"data": [model]}
         )
 
     async def metrics(self, request: web.Request) -> web.Response:
-        """Return Prometheus text."""
         lines = []
         for series in () if "has no policy" in self.faults else SERIES:
             value = self.counts[series.name]
@@ -144,6 +142,5 @@ async def _version(request: web.Request) -> web.Response:
 
 
 def serve(fake: PolicyServer) -> AbstractContextManager[str]:
-    """Run a server in a thread; gives its root URL."""
     more = {"/v1/models": fake.models, "/version": _version}
     return serve_handlers("/v1/completions", fake.complete, fake.metrics, more)

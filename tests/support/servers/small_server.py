@@ -47,5 +47,4 @@ def by_engine(url: str, name: str) -> Counter[str]:
 
 
 def num_events(url: str) -> float:
-    """Return how many events a server has had."""
     return by_engine(url, "kvpolicy_events_total").total()

@@ -90,7 +90,6 @@ class ScriptedPolicy(Policy):
     def _sizes(
         self, rng: Random, least: list[int], most: list[int], budget: int
     ) -> list[int]:
-        """Return tokens per head."""
         if not self.is_ragged:
             return [budget] * len(least)
         total = min(budget * len(least), sum(most))

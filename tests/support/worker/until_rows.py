@@ -37,7 +37,6 @@ class Step:
         group, size, page: G, D and N.
         dtype: of keys, values and queries.
         columns: keys are stored [D, N].
-        seed: of all numbers.
         garbage: what lies in slots that nobody sees.
     """
 
@@ -49,11 +48,10 @@ class Step:
         page: int = 16,
         dtype: torch.dtype = torch.float32,
         columns: bool = False,
-        seed: int = 0,
         garbage: float = torch.nan,
     ) -> None:
         self.rows = rows
-        self.generator = generator = torch.Generator().manual_seed(seed)
+        self.generator = generator = torch.Generator().manual_seed(0)
         width = 2 + max(-(-row.tokens // page) for row in rows)
         count = len(rows) * width + 2
         shape = count, page, size
