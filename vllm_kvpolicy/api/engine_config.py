@@ -144,7 +144,7 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
             assemble(policy)
         for word in policy.info.parts:
             if word not in checked:
-                word.check_start(word.read(policy.options), config, vllm_config)
+                word.check_start(policy.own[word], config, vllm_config)
                 checked.append(word)
     _check_deciders(config)
     served = [name.partition("+")[0] for name in config.policies]

@@ -170,12 +170,12 @@ def assemble(policy: ResolvedPolicy) -> Policy:
         ValueError: a file that a word needs is missing, broken, or something else; or a
             user's own word reads what its class attributes do not declare.
     """
-    info, options = policy.info, policy.options
+    info = policy.info
     if info.whole is not None:
-        return info.whole.build(options)
+        return policy.build(info.whole)
     built: Any = None
     if info.scorer is not None and info.allocator is not None:
-        scorer, allocator = info.scorer.build(options), info.allocator.build(options)
+        scorer, allocator = policy.build(info.scorer), policy.build(info.allocator)
         built = ComposedPolicy(scorer, allocator)
         remembered = [*scorer.needs.memory, *allocator.needs.memory]
         if len({*remembered, MEMORY, POSITIONS}) < len(remembered) + 2:
@@ -190,7 +190,7 @@ def assemble(policy: ResolvedPolicy) -> Policy:
                 "`exact` of admissions only"
             )
     if info.admission is not None:
-        built = AdmittedPolicy(info.admission.build(options), built)
+        built = AdmittedPolicy(policy.build(info.admission), built)
     needs = built.needs
     declared = {
         "query_window": needs.window_tokens <= policy.window_tokens,

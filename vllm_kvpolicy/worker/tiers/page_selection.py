@@ -111,7 +111,7 @@ class PageSelection:
             return None
         policy = config.resolved(names[0])
         assert policy.info.selection is not None  # `names` says so
-        quest = policy.info.selection.build(policy.options)
+        quest = policy.build(policy.info.selection)
         return cls(quest, names, requests, pool, layer.num_heads // layer.num_kv_heads)
 
     @staticmethod
