@@ -30,6 +30,7 @@ RESERVED = {"exact", "ragged", *SERVER_OPTIONS}
 GROUP = "vllm_kvpolicy.policies"
 """Of the entry points that name users' own scorers and allocators."""
 _ROOM = "vllm_kvpolicy.policies"
+_MEANING = ("annotation", "metadata", "default", "default_factory")  # of an option
 _PATH = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+")  # "package.module:Class"
 
 
@@ -420,7 +421,23 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
     }
     if words:
         found |= _eviction(name, words[0], admission, key)
-    return PolicyInfo(name, **found)
+    info = PolicyInfo(name, **found)
+    if info.has_own:
+        _check_options(info, key)
+    return info
+
+
+def _check_options(info: PolicyInfo, key: str) -> None:
+    """Raise ValueError where words of a policy mean different things by an option."""
+    known: dict[str, FieldInfo] = {}
+    for word in info.parts:
+        for option, field in word.Options.model_fields.items():
+            other = known.setdefault(option, field)
+            if any(getattr(other, part) != getattr(field, part) for part in _MEANING):
+                raise ValueError(
+                    f"{key}: got {info.name!r}, whose words have different options "
+                    f"{option}, expected another name for one of them"
+                )
 
 
 def _eviction(name: str, eviction: str, admission: str, key: str) -> dict[str, Any]:
