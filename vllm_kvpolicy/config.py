@@ -491,12 +491,18 @@ class ConfigValues(Mapping[str, Any]):
     Args:
         values: the plain form of the policy under `CONFIG_KEY`, and what else the user
             put into `additional_config`; JSON throughout.
+        policy: what they say, where somebody has read them already.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], policy: KVPolicyConfig | None = None
+    ) -> None:
         self._values = dict(values)
         self._graph: tuple[str, ...] | None = None
         self._budget: int | None = None
+        if policy is not None:
+            self._values[CONFIG_KEY] = policy.to_dict()
+            self.policy = policy
 
     @cached_property
     def policy(self) -> KVPolicyConfig:
@@ -507,7 +513,7 @@ class ConfigValues(Mapping[str, Any]):
     def set_budget(self, tokens: int) -> None:
         """Set what a budget of AUTO stands for, here and in copies made from now on."""
         self._budget = tokens
-        vars(self).pop("policy", None)
+        self.policy = self.policy.with_budget(tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes get: each makes its own `policy`."""

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
 from support.sweeps import some
+from support.words import built
 from support.worker.event_world import World
 from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.policies.admissions.dms.policy import (
@@ -197,7 +198,7 @@ class Projection(nn.Linear):
 
 def _dms(pool: PagePool) -> Phases:
     """A borrowed channel decides; the rotation and attention itself do not count."""
-    decider = DelayedEviction(None, {"exact": False})
+    decider = DelayedEviction(None, DelayedEviction.Options())
     rows, attentions = HEADS * GROUP, list[nn.Module]()
     for _ in range(LAYERS):
         logits = torch.zeros(REQUESTS, HEADS)
@@ -226,7 +227,9 @@ def _dms(pool: PagePool) -> Phases:
 def _quest(pool: PagePool) -> Phases:
     """Every request has had an event; tables are filled already."""
     requests = RequestTable(4, MOST, SIZE, CPU)
-    selection = PageSelection(Quest(quest_budget=BUDGET), ["q"], requests, pool, GROUP)
+    selection = PageSelection(
+        built(Quest, quest_budget=BUDGET), ["q"], requests, pool, GROUP
+    )
     rows = [requests.take(name) for name in NAMES]
     requests.frontier_blocks_cpu[rows] = 10
     event: Any = SimpleNamespace(policy="q", prompt_tokens=4)

@@ -15,6 +15,7 @@ from vllm_kvpolicy.api.engine_config import check_files
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
+from vllm_kvpolicy.policies import score
 from vllm_kvpolicy.policies import scorers as scorers_folder
 from vllm_kvpolicy.policies.fingerprint import fingerprint
 
@@ -26,7 +27,8 @@ MORE = """
 from vllm_kvpolicy.policies.allocators._uniform import UniformTopK
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.base import Needs
-from vllm_kvpolicy.policies.options import BaseOptions
+from mypolicies import ValueNorm
+from vllm_kvpolicy.policies.options import BaseOptions, WindowOptions
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer
 from vllm_kvpolicy.policies.scorers.streaming import StreamingScorer
 from vllm_kvpolicy.policies.words import BaseAllocator, BaseScorer
@@ -72,6 +74,36 @@ class Gated(KnormScorer):
 
 class Masked(KnormScorer):
     summary, needs = "decides while tokens are computed", Needs(keys=True, until=True)
+
+class Undeclared(ValueNorm):
+    summary, needs = "reads values and does not say so", Needs()
+
+class Blind(KnormScorer):
+    summary, needs = "reads attention of no queries", Needs(keys=True, usage=True)
+
+class Quick(KnormScorer):
+    summary = "has an option of `ams` with another default"
+    class Options(BaseOptions):
+        min_segment: int = 3
+
+class Alike(KnormScorer):
+    summary, query_window = "shares the window of `ams`", "window"
+    Options = WindowOptions
+
+class Flat(KnormScorer):
+    summary = "returns a score per head"
+    def score(self, inputs, usage): return super().score(inputs, usage).amax(-1)
+
+class Whole(KnormScorer):
+    summary = "returns integers"
+    def score(self, inputs, usage): return super().score(inputs, usage).long()
+
+class Misnamed(KnormScorer):
+    summary, needs = "remembers other names", Needs(keys=True, memory=("old",))
+    def remember(self, score): return {"new": score}
+
+class Forgetful(KnormScorer):
+    summary, needs = "declares what it never returns", Needs(keys=True, memory=("old",))
 
 class Unfinished(BaseScorer):
     summary = "has no method score"
@@ -192,6 +224,7 @@ def test_two_packages_cannot_share_a_name(
         ("local+more_policies:Fresh-snapkv", "nothing is left to choose"),
         ("wgkv+more_policies:Shared-snapkv", "refused because the allocator sizes"),
         ("adakv-more_policies:Newest", "refused because"),
+        ("ams-more_policies:Quick", "different options min_segment, expected another"),
     ],
 )
 def test_what_cannot_be_a_word_is_said_in_one_line(
@@ -209,12 +242,43 @@ def test_what_a_scorer_reads_is_declared(example: Path, policy_config: Any) -> N
         "Silent": "no class of its words .* by query_window; ",
         "Gated": "remember admission, expected names of their own, not admission or",
         "Masked": "expected `until` and `exact` of admissions only",
+        "Blind": "expected a `query_window` of those who read the usage",
     }.items():
         with pytest.raises(ValueError, match=text):
             factory.build(f"more_policies:{name}")
     config = KVPolicyConfig("tova", 128, 64, allow=("more_policies:Silent",))
     with pytest.raises(ValueError, match="no class of its words .* by query_window; "):
         check_files(config, policy_config)
+
+
+def test_words_may_share_an_option_that_means_the_same(example: Path) -> None:
+    found = factory.build("ams-more_policies:Alike", {"window": 48})
+    assert found.scorer.needs.window_tokens == found.allocator.needs.window_tokens == 48
+
+
+def test_what_is_not_declared_is_not_there_without_an_engine_either(
+    example: Path,
+) -> None:
+    tensors = torch.randn(2, 9, 4), torch.randn(2, 9, 4), torch.randn(2, 1, 4)
+    with pytest.raises(ValueError, match="values: got None, but this policy needs it"):
+        score("more_policies:Undeclared", *tensors, torch.arange(9), 1e4)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Flat", r"score: got \[3, 2, 2\] of torch.float32, expected \[E, L, H, T\], "),
+        ("Whole", "of torch.int64, expected .* of floating point"),
+        ("Misnamed", "memory: got new, expected old, as `needs.memory` declares"),
+        ("Forgetful", "memory: got nothing, expected old"),
+    ],
+)
+def test_what_a_scorer_returns_is_checked_at_an_event(
+    example: Path, name: str, text: str
+) -> None:
+    policy = factory.build(f"more_policies:{name}")
+    with pytest.raises(ValueError, match=text):
+        policy.decide(make_inputs(policy.needs), budget=90)
 
 
 def test_requests_choose_names_and_never_code(example: Path) -> None:

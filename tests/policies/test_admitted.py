@@ -15,8 +15,9 @@ from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.policies import names as registry
 from vllm_kvpolicy.policies.admissions.wgkv import WriteGates
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
-from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy
+from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy, assemble
 from vllm_kvpolicy.policies.model_files import ModelShape
+from vllm_kvpolicy.policies.words import BaseAdmission
 
 Build = Callable[..., Policy]
 EVICTIONS = [
@@ -167,3 +168,20 @@ def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
         WriteGates(gates, None, False).gates(inputs, token), whole, atol=1e-6
     )
     assert sizes == [7, 7, 7, 7, 2]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "name"),
+    [
+        ({"needs": Needs(until=True)}, "decides"),
+        ({"decides": True}, "decides"),
+        ({"needs": Needs(until=True), "decides": True, "shift": 1}, "decides_later"),
+    ],
+)
+def test_an_admission_declares_that_it_decides(
+    attributes: dict[str, Any], name: str
+) -> None:
+    word = type("Admission", (BaseAdmission,), attributes)
+    policy = registry.resolve(registry.PolicyInfo("mine", admission=word), {})
+    with pytest.raises(ValueError, match=f"says the same by {name};"):
+        assemble(policy)

@@ -17,6 +17,7 @@ from support.event_inputs import (
     make_score,
     marked,
 )
+from support.words import built
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.allocators.pyramid import PyramidAllocator
@@ -45,7 +46,11 @@ def row(
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.7, 1.0])
 def test_adakv(kind: str, floor: float) -> None:
     score, inputs = case(kind)
-    got = AdaKVAllocator(adakv_floor=floor).choose(score, inputs, None, BUDGET).keep
+    got = (
+        built(AdaKVAllocator, adakv_floor=floor)
+        .choose(score, inputs, None, BUDGET)
+        .keep
+    )
     for e in range(EVENTS):
         for layer in range(LAYERS):
             keep, open_tokens = [], []
@@ -69,7 +74,11 @@ def test_adakv(kind: str, floor: float) -> None:
 @pytest.mark.parametrize("length", [1, 7, 20, 500])
 def test_chunk(kind: str, length: int) -> None:
     score, inputs = case(kind)
-    got = ChunkAllocator(chunk_length=length).choose(score, inputs, None, BUDGET).keep
+    got = (
+        built(ChunkAllocator, chunk_length=length)
+        .choose(score, inputs, None, BUDGET)
+        .keep
+    )
     for e in range(EVENTS):
         for layer in range(LAYERS):
             chunks: dict[int, list[float]] = {}
@@ -94,7 +103,9 @@ def test_chunk(kind: str, length: int) -> None:
 def test_strat(kind: str, block: int) -> None:
     score, inputs = case(kind)
     got = (
-        StratifiedAllocator(strat_block=block).choose(score, inputs, None, BUDGET).keep
+        built(StratifiedAllocator, strat_block=block)
+        .choose(score, inputs, None, BUDGET)
+        .keep
     )
     for at in ROWS:
         values, must, others = row(score, inputs, *at)
@@ -115,7 +126,7 @@ def test_strat(kind: str, block: int) -> None:
 def test_pyramid_plan(layers: int, budget: int, headroom: int, extra: int) -> None:
     """No layer is asked for more than is held, however short the interval."""
     held = torch.tensor([budget + 10**7, budget + extra])
-    allocator = PyramidAllocator(pyramid_headroom=headroom)
+    allocator = built(PyramidAllocator, pyramid_headroom=headroom)
     plan = allocator.plan(layers, budget, held)[1].tolist()
     assert sum(plan) == layers * budget
     assert plan == sorted(plan, reverse=True)
@@ -145,7 +156,7 @@ def test_pyramid(lengths: list[int], local: int, want: list[int]) -> None:
     sizes = {"lengths": held, "local": [local] * 2, "width": max(lengths)}
     inputs = make_inputs(Needs(), **sizes)
     score = torch.rand(inputs.must_keep.shape)
-    allocator = PyramidAllocator(pyramid_headroom=40)
+    allocator = built(PyramidAllocator, pyramid_headroom=40)
     keep = allocator.choose(score, inputs, None, 80).keep
     assert (keep.sum(-1) == torch.tensor(want)[:, None]).all()
     for layer, tokens in enumerate(want):

@@ -20,6 +20,7 @@ from support.event_inputs import (
     one_event,
 )
 from support.sweeps import trials
+from support.words import built
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import ALLOCATORS
@@ -32,7 +33,7 @@ KINDS = ("random", "ties", "flat", "special")
 
 @pytest.fixture(params=NAMES)
 def allocator(request: pytest.FixtureRequest) -> BaseAllocator:
-    return ALLOCATORS[request.param].build({})
+    return built(ALLOCATORS[request.param])
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ these = partial(pytest.mark.parametrize, "allocator", indirect=True)
 def test_keeps_its_total_and_the_must_keep_set(
     name: str, data: st.DataObject, kind: str, seed: int
 ) -> None:
-    allocator = ALLOCATORS[name].build({})
+    allocator = built(ALLOCATORS[name])
     held = st.lists(st.integers(20, 64), min_size=2, max_size=2)
     lengths = [[data.draw(held) for _ in range(LAYERS)] for _ in range(2)]
     shortest = min(min(layer) for part in lengths for layer in part)

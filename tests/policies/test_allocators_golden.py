@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from support.golden import Golden
+from support.words import built
 from vllm_kvpolicy.policies.allocators.adakv import AdaKVAllocator
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.allocators.pyramid import layer_budgets
@@ -42,7 +43,7 @@ def test_whole_chunks(golden: Golden) -> None:
         rows, inputs = layer_of(golden[score])
         length = int(settings.partition("_")[0])
         want = golden[name].tolist()
-        allocator = ChunkAllocator(chunk_length=length)
+        allocator = built(ChunkAllocator, chunk_length=length)
         got = allocator.choose(rows, inputs, None, len(want)).keep
         for head in got[0, 0]:
             assert head.nonzero().flatten().tolist() == want, name
@@ -55,7 +56,7 @@ def test_adakv(golden: Golden) -> None:
         rows, inputs = layer_of(golden[score])
         want = torch.from_numpy(golden[name])
         heads, budget = len(want), int(want.sum()) // len(want)
-        got = AdaKVAllocator().choose(rows, inputs, None, budget).keep[0, 0]
+        got = built(AdaKVAllocator).choose(rows, inputs, None, budget).keep[0, 0]
         assert torch.equal(got, want), name
         assert int(want.sum()) == heads * budget
 

@@ -12,7 +12,7 @@ from support import brute_ams
 from support.sweeps import trials
 from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, choose, select
 
-DEFAULT = PRESETS["default"]
+DEFAULT = AMSConfig()
 KINDS = ("random", "sinky", "zeros", "one_hot", "flat", "ties", "nan")
 
 
@@ -201,7 +201,9 @@ def test_the_example_of_the_module() -> None:
 
 
 def test_presets() -> None:
-    default, paper, code = (PRESETS[name] for name in ("default", "paper", "code"))
+    default, paper, code = (
+        AMSConfig(**PRESETS[name]) for name in ("default", "paper", "code")
+    )
     table = {"segment_mass": 0.1, "min_segment": 16, "max_segment": 256, "min_quota": 1}
     assert default == AMSConfig(**table, ema_decay=0.9, ema_mix=0.9)
     assert (default.sinks, default.recent) == (4, 32)

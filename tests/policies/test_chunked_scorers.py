@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from support.event_inputs import EVENTS, HEADS, LAYERS, TOKENS, make_inputs
+from support.words import built
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.policies.allocators.chunk import ChunkAllocator
 from vllm_kvpolicy.policies.options import MOST_TOKENS
@@ -17,14 +18,14 @@ from vllm_kvpolicy.policies.ranks import ONE_RANK
 from vllm_kvpolicy.policies.scorers.epikv import LagScorer, best_of_segments, lag_spread
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 
-SCORERS = {"keydiff": KeyDiffScorer(), "lag-kv": LagScorer(16)}
+SCORERS = {"keydiff": built(KeyDiffScorer), "lag-kv": LagScorer(16)}
 SCORE = torch.rand(2, 3, 50, generator=torch.Generator().manual_seed(0))
 VALID = torch.ones_like(SCORE, dtype=torch.bool)
 FLAT, HELD = SCORE.flatten(0, 1), VALID.flatten(0, 1)
 STATES = SCORE[None, ..., None] * torch.arange(1, 9)
 # What is computed of chunks that an option gives the length of.
 MEASURES: dict[str, Callable[[int], Tensor]] = {
-    "chunk": lambda length: ChunkAllocator(chunk_length=length)._chunk_ranks(
+    "chunk": lambda length: built(ChunkAllocator, chunk_length=length)._chunk_ranks(
         SCORE[None], VALID[None], ONE_RANK
     ),
     "segment": lambda length: best_of_segments(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from support.event_inputs import LENGTHS, make_inputs, one_event
+from support.words import built
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.scorers.epikv import MIXES, Mix
@@ -18,7 +19,7 @@ STEP_VARIANTS = ("detrend", "variance", "band")
 
 
 def build(**options: object) -> BaseScorer:
-    return SCORERS["epikv"].build(options)
+    return built(SCORERS["epikv"], **options)
 
 
 def events(scorer: BaseScorer, seed: int = 0) -> EventInputs:

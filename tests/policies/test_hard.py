@@ -18,6 +18,7 @@ from support.event_inputs import (
     make_inputs,
     marked,
 )
+from support.words import built
 from vllm_kvpolicy.policies.allocators.hard import HardAllocator, scale_to
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import ALLOCATORS
@@ -30,7 +31,7 @@ def hard(
 ) -> HardAllocator:
     values = {"p": p, "lower": lower, "upper": upper, **options}
     named = {f"hard_{key}": value for key, value in values.items()}
-    return ALLOCATORS["hard"].build({"window": WINDOW, **named})
+    return built(ALLOCATORS["hard"], window=WINDOW, **named)
 
 
 def case(**changes: Any) -> tuple[Tensor, EventInputs]:

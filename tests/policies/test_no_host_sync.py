@@ -29,7 +29,7 @@ from support.scorer_cases import VARIANTS, case_id
 from support.sweeps import covering
 from vllm_kvpolicy.kernels.ranking import fill_next_best
 from vllm_kvpolicy.policies import names as registry
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, select
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSConfig, select
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.testing import MovementPolicy
 
@@ -87,6 +87,6 @@ def test_decide_and_shuffle(
 def test_select(preset: str) -> None:
     with FakeTensorMode():
         usage = torch.zeros(6, TOKENS)
-        config = PRESETS[preset]
+        config = AMSConfig(**PRESETS[preset])
         got = select(usage, usage, BUDGET, config, torch.zeros(6, BUDGET))
         assert got.keep.shape == (6, BUDGET)

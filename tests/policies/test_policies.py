@@ -24,7 +24,7 @@ from vllm_kvpolicy.kernels.window_usage import (
 )
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies import names as registry
-from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS
+from vllm_kvpolicy.policies.allocators.ams import CREDIT, PRESETS, AMSOptions
 from vllm_kvpolicy.policies.base import Needs, Policy
 
 Build = Callable[..., Policy]
@@ -109,7 +109,7 @@ def test_ams_policy_equals_loops(name: str, preset: str) -> None:
             got.score[held].tolist(),
             set(inputs.must_keep[row].nonzero().flatten().tolist()),
             BUDGET,
-            PRESETS[preset].model_dump(),
+            AMSOptions(**PRESETS[preset]).model_dump(),
             inputs.memory[CREDIT][held].tolist(),
         )
         assert got.keep[row].nonzero().flatten().tolist() == keep

@@ -65,7 +65,6 @@ def test_every_name_parses_and_builds(name: str, build: Callable[..., Policy]) -
     assert info.pins_prompt == name.endswith(("rpc", "epikv"))
     policy = build(name)
     assert callable(policy.decide)
-    assert policy.dynamic == info.is_dynamic({})
     assert isinstance(policy, MovementPolicy) == (name in TESTS)
 
 
@@ -73,10 +72,9 @@ def test_an_option_says_whether_the_text_decides_how_much_is_kept(
     build: Callable[..., Policy],
 ) -> None:
     for mode in ("fixed", "dynamic"):
-        options = {"hard_mode": mode}
-        found = registry.parse("hard-snapkv").is_dynamic(options)
-        assert found == build("hard-snapkv", options).dynamic == (mode == "dynamic")
-    assert registry.parse("wgkv").is_dynamic({})
+        found = build("hard-snapkv", {"hard_mode": mode}).dynamic
+        assert found == (mode == "dynamic")
+    assert build("trim-snapmax").dynamic and not build("ams-snapkv").dynamic
 
 
 @pytest.mark.parametrize(
@@ -106,15 +104,15 @@ ROWS |= {name: registry.parse(name).parts[0] for name in TESTS}
 @pytest.mark.parametrize("row", ROWS.values(), ids=list(ROWS))
 def test_every_row_names_what_its_options_build(row: type[Word]) -> None:
     fields = row.Options.model_fields
-    if row.from_options.__func__ is Word.from_options.__func__:
-        assert inspect.signature(row).bind(**fields)
+    if row.build.__func__ is Word.build.__func__:
+        assert inspect.signature(row).bind(row.Options)
     window = row.query_window
     assert isinstance(window, int) or window in fields
     assert row.summary and row.source
     for field in fields.values():
         assert field.description and valid_range(field)
     required = {key: "file" for key, field in fields.items() if field.is_required()}
-    assert row.read(required).model_dump().keys() == fields.keys()
+    assert row.Options(**required).model_dump().keys() == fields.keys()
     words = ALLOCATORS if row in ADMISSIONS.values() else SCORERS
     assert set(row.refuses) <= set(words)
 
@@ -131,7 +129,7 @@ def test_every_number_has_a_largest_value(row: type[Word]) -> None:
         for value in (10**20, -(10**20)):
             number = kind_of(field)(value)
             with pytest.raises(ValueError, match=f"^{key}: got .*, expected "):
-                row.read({**given, key: number})
+                row.Options(**{**given, key: number})
 
 
 def test_every_admission_with_own_models_says_what_vllm_must_know() -> None:
@@ -151,7 +149,10 @@ def test_words_that_share_an_option_agree_on_it() -> None:
 
 
 def test_options_are_plain_data_that_cannot_change() -> None:
-    options = SCORERS["snapkv"].read({"window": 8, "lag": 3})
+    found = registry.resolve(
+        registry.parse("ams-snapkv"), {"window": 8, "min_quota": 3}
+    )
+    options = found.own[SnapKVScorer]
     assert options.model_dump() == {"window": 8, "pool_kernel": 5}
     with pytest.raises(ValueError, match="frozen"):
         options.window = 9
@@ -211,7 +212,8 @@ def test_a_selection_alone_keeps_everything() -> None:
     assert tuple(info.fixed_keys) == ("budget",) and info.window_tokens({}) == 0
     assert registry.resolve(info, {}).options == {"quest_budget": 1024}
     assert isinstance(factory.build("quest", {"quest_budget": 7}), KeepAll)
-    behind = registry.parse("ams-tova+quest").selection.build({"quest_budget": 64})
+    info = registry.parse("ams-tova+quest")
+    behind = registry.resolve(info, {"quest_budget": 64}).build(Quest)
     assert isinstance(behind, Quest) and behind.options.quest_budget == 64
     with pytest.raises(ValueError, match="quest_budget: got 0, expected an integer"):
         factory.build("quest", {"quest_budget": 0})
@@ -319,7 +321,7 @@ def test_options_reach_the_parts() -> None:
     )
     assert isinstance(policy.allocator, AMSAllocator)
     assert isinstance(policy.scorer, SnapKVScorer)
-    config = policy.allocator.config
+    config = policy.allocator.options
     assert config.parity and config.max_segment == 1024
     assert (config.pool_kernel, config.suffix_pad) == (7, "mean")
     assert policy.scorer.options.pool_kernel == 7

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from support import event_inputs as events
+from support.words import built
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.names import SCORERS
 from vllm_kvpolicy.policies.scorers.rkv import redundancy
 
 
 def test_only_the_newest_queries_count() -> None:
-    scorer = SCORERS["rkv"].build({})
+    scorer = built(SCORERS["rkv"])
     inputs = events.make_inputs(scorer.needs, window=20)
     few = replace(inputs, queries=inputs.queries[..., -8:, :])
     assert torch.equal(
@@ -21,7 +22,7 @@ def test_only_the_newest_queries_count() -> None:
 
 
 def test_a_request_of_one_token_has_a_score() -> None:
-    scorer = SCORERS["rkv"].build({})
+    scorer = built(SCORERS["rkv"])
     inputs = events.make_inputs(scorer.needs, lengths=(((1, 1),),), local=(1,))
     assert not scorer.score(inputs, None)[..., 0].isnan().any()
 
@@ -43,4 +44,4 @@ def test_options_reach_the_scorer() -> None:
     options |= {"rkv_threshold": 0.3}
     scorer = factory.build("rkv", options).scorer
     assert dict(scorer.options) == options and scorer.needs.window_tokens == 9
-    assert vars(factory.build("rkv").scorer) == vars(SCORERS["rkv"].build({}))
+    assert vars(factory.build("rkv").scorer) == vars(built(SCORERS["rkv"]))

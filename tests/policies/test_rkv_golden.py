@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from support.golden import Golden, params
+from support.words import built
 from vllm_kvpolicy.kernels.ranking import ascending_indices, top_k_mask
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.names import SCORERS
@@ -27,12 +28,11 @@ def score(p: dict[str, float], keys: np.ndarray, queries: np.ndarray) -> Tensor:
         keys=torch.from_numpy(keys)[None, None],
         queries=torch.from_numpy(queries)[None, None],
     )
-    scorer = SCORERS["rkv"].build(
-        {
-            "rkv_window": int(p["W"]),
-            "rkv_kernel": int(p["kernel"]),
-            "rkv_lambda": p["lambda"],
-        }
+    scorer = built(
+        SCORERS["rkv"],
+        rkv_window=int(p["W"]),
+        rkv_kernel=int(p["kernel"]),
+        rkv_lambda=p["lambda"],
     )
     return scorer.score(inputs, None)[0, 0]
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from support import event_inputs
+from support.words import built
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
@@ -79,7 +80,7 @@ def pooled(row: np.ndarray, kernel: int) -> np.ndarray:
 
 
 def test_tova_is_one_row_for_all_heads() -> None:
-    scorer = TovaScorer()
+    scorer = built(TovaScorer)
     inputs = make_inputs(scorer)
     got = score(scorer, inputs)
     for e in range(2):
@@ -98,7 +99,7 @@ def test_tova_is_one_row_for_all_heads() -> None:
 
 
 def test_h2o_adds_to_what_tokens_had() -> None:
-    scorer = H2OScorer(window=6)
+    scorer = built(H2OScorer, window=6)
     inputs = make_inputs(scorer)
     got = score(scorer, inputs)
     for e, layer, head, n in rows(inputs):
@@ -111,7 +112,7 @@ def test_h2o_adds_to_what_tokens_had() -> None:
 @pytest.mark.parametrize(("window", "kernel"), [(6, 3), (9, 7)])
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_rpc(window: int, kernel: int, sinks: int) -> None:
-    scorer = RPCScorer(rpc_window=window, rpc_kernel=kernel)
+    scorer = built(RPCScorer, rpc_window=window, rpc_kernel=kernel)
     inputs = make_inputs(scorer, sinks)
     got = score(scorer, inputs)
     received = np.zeros((*inputs.keys.shape[:2], WIDTH))
@@ -155,7 +156,7 @@ def test_epsilon_counts_as_attention() -> None:
     """Of a token whose values are twice as long it adds twice as much."""
     scores = []
     for epsilon in (0.0, 0.05):
-        scorer = SCORERS["expected"].build({"expected_window": 7, "epsilon": epsilon})
+        scorer = built(SCORERS["expected"], expected_window=7, epsilon=epsilon)
         inputs = make_inputs(scorer)
         scores.append(score(scorer, inputs))
     held = torch.arange(WIDTH) < inputs.lengths[..., None]
@@ -166,13 +167,13 @@ def test_epsilon_counts_as_attention() -> None:
 
 
 def test_expected_attention_ignores_queries_before_the_first_token() -> None:
-    scorer = SCORERS["expected"].build({"expected_window": 7, "n_future": 20})
+    scorer = built(SCORERS["expected"], expected_window=7, n_future=20)
     inputs = make_inputs(scorer)
     inputs.end[0] = 4
     inputs.queries[0, :, :, :3] = torch.nan
     short = score(scorer, inputs)
     assert torch.isfinite(short[inputs.valid]).all()
-    four = SCORERS["expected"].build({"expected_window": 4, "n_future": 20})
+    four = built(SCORERS["expected"], expected_window=4, n_future=20)
     torch.testing.assert_close(short[:1], score_newest(four, inputs)[:1])
 
 
@@ -187,7 +188,7 @@ KINDS = Rope(
 
 def test_expected_attention_of_layers_that_rotate_in_other_ways() -> None:
     """Each layer as if all rotated like it, its pairs half a head apart."""
-    scorer = SCORERS["expected"].build({"expected_window": 7, "n_future": 20})
+    scorer = built(SCORERS["expected"], expected_window=7, n_future=20)
     inputs = replace(make_inputs(scorer), rope=KINDS)
     got = score(scorer, inputs)
     for layer, (frequency, order) in enumerate(
@@ -212,7 +213,7 @@ def score_newest(scorer: BaseScorer, inputs: EventInputs) -> Tensor:
 
 
 def test_lagkv_channels_that_do_not_vary_say_nothing() -> None:
-    scorer = LagKVScorer(lag=5, cross=True)
+    scorer = built(LagKVScorer, lag=5, cross=True)
     inputs = make_inputs(scorer)
     inputs.values[..., 3] = 1.0
     got = score(scorer, inputs)[inputs.valid]
@@ -238,16 +239,16 @@ def test_the_hash_is_the_published_function() -> None:
 
 
 def test_random_draws_for_each_token_event_and_seed() -> None:
-    inputs = make_inputs(RandomScorer(seed=0))
-    got = score(RandomScorer(seed=0), inputs)
+    inputs = make_inputs(built(RandomScorer, seed=0))
+    got = score(built(RandomScorer, seed=0), inputs)
     assert (got >= 0).all() and (got < 1).all()
     assert len(got.unique()) > 0.99 * got.numel()
     assert abs(float(got.mean()) - 0.5) < 0.05
-    assert torch.equal(score(RandomScorer(seed=0), inputs), got)
-    other = score(RandomScorer(seed=1), inputs)
+    assert torch.equal(score(built(RandomScorer, seed=0), inputs), got)
+    other = score(built(RandomScorer, seed=1), inputs)
     assert (other == got).float().mean() < 0.01
     inputs.end[0] += 1
-    later = score(RandomScorer(seed=0), inputs)
+    later = score(built(RandomScorer, seed=0), inputs)
     assert (later[0] == got[0]).float().mean() < 0.01
     assert torch.equal(later[1], got[1])
 
@@ -255,10 +256,10 @@ def test_random_draws_for_each_token_event_and_seed() -> None:
 @pytest.mark.parametrize(
     ("scorer", "field"),
     [
-        (KeyDiffScorer(), "keys"),
-        (SCORERS["lagkv"].build({}), "values"),
-        (SCORERS["rpc"].build({}), "queries"),
-        (SCORERS["expected"].build({}), "rope"),
+        (built(KeyDiffScorer), "keys"),
+        (built(SCORERS["lagkv"]), "values"),
+        (built(SCORERS["rpc"]), "queries"),
+        (built(SCORERS["expected"]), "rope"),
     ],
 )
 def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:
@@ -267,4 +268,4 @@ def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:
     with pytest.raises(ValueError, match=said):
         scorer.score(without, None)
     with pytest.raises(ValueError, match="usage: expected"):
-        TovaScorer().score(make_inputs(TovaScorer()), None)
+        built(TovaScorer).score(make_inputs(built(TovaScorer)), None)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from support.golden import Golden
+from support.words import built
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.compose import measure_usage
@@ -22,11 +23,11 @@ GOLDEN = "scorers_kvpress"
 SINKS = 4
 # What kvpress gives all tokens, where no position is protected or all are scored.
 WHOLE_ROW = {
-    "keydiff": KeyDiffScorer(),
-    "knorm": KnormScorer(),
-    "lagkv_lag128": SCORERS["lagkv"].build({}),
-    "lagkv_lag32": LagKVScorer(lag=32, cross=False),
-    "lagkv_lag32_cross": LagKVScorer(lag=32, cross=True),
+    "keydiff": built(KeyDiffScorer),
+    "knorm": built(KnormScorer),
+    "lagkv_lag128": built(SCORERS["lagkv"]),
+    "lagkv_lag32": built(LagKVScorer, lag=32, cross=False),
+    "lagkv_lag32_cross": built(LagKVScorer, lag=32, cross=True),
 }
 # kvpress' variants of Expected Attention as options.
 EXPECTED = {
@@ -87,10 +88,11 @@ def test_scores_without_queries(golden: Golden, prefix: str, name: str) -> None:
 @pytest.mark.parametrize("case", [0, 1])
 def test_lagkv_over_several_blocks(golden: Golden, case: int) -> None:
     inputs = event(golden, f"lagkvx{case}_")
-    ranked = score(SCORERS["lagkv"].build({}), inputs)
+    ranked = score(built(SCORERS["lagkv"]), inputs)
     np.testing.assert_array_equal(ranked, golden[f"lagkvx{case}_score"])
     check_close(
-        score(LagKVScorer(lag=128, cross=True), inputs), golden[f"lagkvx{case}_cross"]
+        score(built(LagKVScorer, lag=128, cross=True), inputs),
+        golden[f"lagkvx{case}_cross"],
     )
 
 
@@ -98,8 +100,8 @@ def test_lagkv_over_several_blocks(golden: Golden, case: int) -> None:
 def test_expected_attention(golden: Golden, prefix: str, name: str) -> None:
     # kvpress takes all queries but the first four, and knows the position right.
     queries = torch.from_numpy(golden[prefix + "q"])
-    scorer = SCORERS["expected"].build(
-        {"expected_window": queries.shape[1] - 4, **EXPECTED[name]}
+    scorer = built(
+        SCORERS["expected"], expected_window=queries.shape[1] - 4, **EXPECTED[name]
     )
     got = score(scorer, event(golden, prefix, queries))
     check_close(got[:, SINKS:], golden[f"{prefix}score_{name}"][:, SINKS:])
@@ -113,7 +115,7 @@ def test_expected_attention_from_a_buffer(golden: Golden, prefix: str) -> None:
     before = torch.from_numpy(golden[prefix + "q_prerope"])[:, -44:]
     rope = event(golden, prefix).given("rope")
     queries = rope.unrotate(before, -torch.arange(4, 48))
-    expected = SCORERS["expected"].build({"expected_window": 44})
+    expected = built(SCORERS["expected"], expected_window=44)
     got = score(expected, event(golden, prefix, queries, end=48))
     want = golden[f"{prefix}score_expected_buf48"]
     check_close(got[:, SINKS:], want[:, SINKS:])
@@ -123,7 +125,7 @@ def test_expected_attention_from_a_buffer(golden: Golden, prefix: str) -> None:
 def test_window_attention(golden: Golden, prefix: str, window: int) -> None:
     name = "tova" if window == 1 else f"snapkv_w{window}"
     scorer = (
-        TovaScorer() if window == 1 else SCORERS["snapkv"].build({"window": window})
+        built(TovaScorer) if window == 1 else built(SCORERS["snapkv"], window=window)
     )
     got = score(scorer, event(golden, prefix, torch.from_numpy(golden[prefix + "q"])))
     check_close(got[:, :-window], golden[f"{prefix}score_{name}"][:, :-window])
@@ -139,7 +141,7 @@ def test_streaming_keeps_the_same_tokens(
     golden: Golden, prefix: str, dropped: int
 ) -> None:
     inputs = event(golden, prefix)
-    got = score(StreamingScorer(), inputs)
+    got = score(built(StreamingScorer), inputs)
     got = np.where(inputs.must_keep[0, 0].numpy(), np.inf, got)
     want = golden[f"{prefix}score_streaming_r{dropped}"] == 1
     for row, kept in zip(got, want, strict=True):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from support import event_inputs as events
 from support.brute_ams import best
+from support.words import built
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.allocators.trim import TrimAllocator
 from vllm_kvpolicy.policies.base import EventInputs, Needs
@@ -61,7 +62,7 @@ def scores_by_loops(
 def test_scores_equal_loops(
     lengths: tuple, has_admission: bool, window: int, kernel: int
 ) -> None:
-    scorer = SnapMaxScorer(snapmax_window=window, snapmax_kernel=kernel)
+    scorer = built(SnapMaxScorer, snapmax_window=window, snapmax_kernel=kernel)
     inputs = events.make_inputs(scorer.needs, lengths=lengths)
     inputs = admit(inputs) if has_admission else inputs
     got = scorer.score(inputs, None)
@@ -100,7 +101,9 @@ def test_trimming_equals_loops(budget: int, has_admission: bool, share: float) -
     drawn = torch.rand(inputs.must_keep.shape, generator=torch.Generator())
     held = inputs.valid if inputs.candidates is None else inputs.candidates
     score = drawn.masked_fill(~held, -torch.inf)
-    got = TrimAllocator(trim_share=share).choose(score, inputs, None, budget).keep
+    got = (
+        built(TrimAllocator, trim_share=share).choose(score, inputs, None, budget).keep
+    )
     for event in range(events.EVENTS):
         wanted = trimmed_by_loops(score, inputs, event, budget, share)
         for row, tokens in wanted.items():
@@ -110,7 +113,7 @@ def test_trimming_equals_loops(budget: int, has_admission: bool, share: float) -
 def test_all_heads_lose_the_same_share_and_no_more_tenths_than_it_takes() -> None:
     inputs = events.make_inputs(Needs(), lengths=(((160, 60), (110, 160)),), local=(6,))
     score = torch.rand(inputs.must_keep.shape, generator=torch.Generator())
-    keep = TrimAllocator(trim_share=0.1).choose(score, inputs, None, 115).keep
+    keep = built(TrimAllocator, trim_share=0.1).choose(score, inputs, None, 115).keep
     # 490 tokens are above 4 * 115. Less a tenth of 150, 50, 100 and 150 they are not.
     assert keep.sum(-1).tolist() == [[[145, 55], [100, 145]]]
 
@@ -126,7 +129,7 @@ class EveryThird(BaseAdmission):
 
 def test_after_an_admission_it_chooses_among_admitted_tokens() -> None:
     eviction = factory.build("trim-snapmax", {"snapmax_window": WINDOW})
-    policy = AdmittedPolicy(EveryThird(), eviction)
+    policy = AdmittedPolicy(built(EveryThird), eviction)
     inputs = events.make_inputs(policy.needs)
     is_useful = inputs.memory[MEMORY] > 2 / 3
     candidates = inputs.valid & (inputs.must_keep | is_useful)

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from support.golden import Golden, params
+from support.words import built
 from vllm_kvpolicy.kernels.page_bounds import best_pages, page_bounds_ref
 from vllm_kvpolicy.policies.selections.quest import Quest
 
@@ -24,7 +25,7 @@ def test_pages_that_the_authors_read(golden: Golden, case: int) -> None:
     want = unpacked(golden, f"quest{case}_read_packed", keep.shape[1])
     keys = torch.from_numpy(golden[f"quest{case}_k"])
     queries = torch.from_numpy(golden[f"quest{case}_q"]).unflatten(0, (num_heads, -1))
-    quest = Quest(quest_budget=int(p["token_budget"]))
+    quest = built(Quest, quest_budget=int(p["token_budget"]))
     chosen_of_several = 0
     for step in range(int(p["steps"])):
         position = int(p["prompt"]) + step

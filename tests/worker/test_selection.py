@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from support.words import built
 from support.worker.page_lists import CPU, MOST, SIZE, Lists
 from vllm_kvpolicy.kernels.page_bounds import best_pages
 from vllm_kvpolicy.policies.selections.quest import Quest
@@ -78,7 +79,9 @@ def test_of_equal_pages_the_earlier_is_read() -> None:
 @pytest.mark.parametrize(("local", "pages"), [(1, 5), (4, 4), (5, 4), (20, 0), (99, 0)])
 def test_the_budget_counts_local_tokens(local: int, pages: int) -> None:
     """20 tokens: pages of 4 that fill what local tokens leave, rounded up."""
-    assert Quest(quest_budget=20).most_pages(np.array([local]), 4).tolist() == [pages]
+    assert built(Quest, quest_budget=20).most_pages(np.array([local]), 4).tolist() == [
+        pages
+    ]
 
 
 # -- a step ----------------------------------------------------------------------------
@@ -98,7 +101,7 @@ class Step(Lists):
         self.pool = PagePool(list(self.caches), keys_are_columns=False)
         assert self.pool.spans_layers
         super().__init__(seed, self.pool.null_pages[0, ..., 0], BLOCKS)
-        self.budget, quest = budget, Quest(quest_budget=budget)
+        self.budget, quest = budget, built(Quest, quest_budget=budget)
         self.selection = PageSelection(quest, ["q"], self.requests, self.pool, GROUP)
         self.selection.bounds[0].fill_(torch.nan)  # of all layers, one tensor
         self.prompt = {"n": 3}
@@ -223,7 +226,7 @@ def test_layers_in_allocations_of_their_own_have_bounds_of_their_own() -> None:
     pool = PagePool(caches, keys_are_columns=False)
     assert not pool.spans_layers
     slots = RequestTable(2, MOST, SIZE, CPU)
-    selection = PageSelection(Quest(quest_budget=8), ["q"], slots, pool, GROUP)
+    selection = PageSelection(built(Quest, quest_budget=8), ["q"], slots, pool, GROUP)
     event: Any = SimpleNamespace(policy="q", prompt_tokens=5)
     selection.update([0], [event], torch.tensor([[3, 5, 5, 7]]))
     for layer, pages in enumerate(([3, 5], [5, 7])):

@@ -107,13 +107,16 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
     """
     with errors(_is_command(engine_args)):
         _serve_as_full_attention(vllm_config)
-        # Read once, however many refusals ask for it.
-        vllm_config.additional_config = ConfigValues(vllm_config.additional_config)
+        additional = dict(vllm_config.additional_config)
+        # Not left in the config: vLLM's compile cache is keyed by what stands there.
+        unique = additional.pop(ENGINE_KEY, None) or uuid4().hex
+        vllm_config.additional_config = ConfigValues(additional, config)
         _refuse(config, refusals(vllm_config))
         config = settled(vllm_config)
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)
-        _name_classes(vllm_config, config)
+        _name_classes(vllm_config)
+        vllm_config.instance_id = server_name(unique, config)
         remove_stale_files_at_exit()
         if compat.is_first_process(engine_args):
             remove_files_at_exit(vllm_config.instance_id)
@@ -144,7 +147,7 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
             assemble(policy)
         for word in policy.info.parts:
             if word not in checked:
-                word.check_start(word.read(policy.options), config, vllm_config)
+                word.check_start(policy.own[word], config, vllm_config)
                 checked.append(word)
     _check_deciders(config)
     served = [name.partition("+")[0] for name in config.policies]
@@ -275,19 +278,12 @@ def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
         )
 
 
-def _name_classes(vllm_config: Any, config: KVPolicyConfig) -> None:
-    """Put our worker and scheduler, the policy and the engine's name into a config."""
+def _name_classes(vllm_config: Any) -> None:
+    """Name our worker and our scheduler."""
     parallel = vllm_config.parallel_config
     own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
     parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
     _name_scheduler(vllm_config.scheduler_config, compat.SCHEDULER_CLASSES)
-    additional = dict(vllm_config.additional_config)
-    # Not left in the config: vLLM's compile cache is keyed by what stands there.
-    unique = additional.pop(ENGINE_KEY, None) or uuid4().hex
-    values = {**additional, CONFIG_KEY: config.to_dict()}
-    vllm_config.additional_config = ConfigValues(values)
-    settled(vllm_config)
-    vllm_config.instance_id = server_name(unique, config)
 
 
 def _check_deciders(config: KVPolicyConfig) -> None:

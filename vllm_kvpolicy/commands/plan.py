@@ -5,8 +5,9 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from math import lcm
+from operator import or_
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +26,8 @@ from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.sizes import (
     auto_budget,
     max_blocks_per_request,
-    max_global_blocks,
     query_rows,
 )
-from vllm_kvpolicy.worker.compaction import remembered
 from vllm_kvpolicy.worker.setup import SideTables
 
 # -- how many requests a pool bears --------------------------------------------
@@ -162,8 +161,8 @@ pool to window: superblocks of {} tokens, also for stock, of {:,} bytes, in FP8 
 peak, mean: of one request, at its highest and on average while it answers; after event:
   at most, right after one in the answer; window: what of the peak is for queries.
 at once: requests whose answers begin together, nobody waiting for a superblock.
-Taken off the pool: vLLM's null block, and values that policies keep per token. Not:
-  buffers for queries and signals of one step, tables of attention, bounds of pages."""
+Taken off the pool: vLLM's null block, and what policies keep per token and
+  page. Not: buffers for queries and signals of one step, tables of attention."""
 
 
 @dataclass(frozen=True)
@@ -475,18 +474,10 @@ def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
 
 def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
     """Return the tables of a worker that grow with the pool, as it makes them."""
-    policies = map(assemble, config.all_resolved)
-    extra = Needs(positions=config.hints)
-    names = {name for policy in policies for name in remembered(policy.needs | extra)}
-    return SideTables(
-        num_requests=engine.vllm_config.scheduler_config.max_num_seqs,
-        num_heads=engine.num_layers * engine.num_kv_heads,
-        block_size=engine.block_size,
-        max_global_blocks=max_global_blocks(engine.vllm_config, config),
-        max_local_tokens=config.recent_tokens + engine.block_size - 1,
-        num_memories=len(names),
-        is_ragged=config.is_ragged,
-    )
+    built = (assemble(each).needs for each in config.all_resolved)
+    needs = reduce(or_, built, Needs(positions=config.hints))
+    num_heads = engine.num_layers * engine.num_kv_heads
+    return SideTables.of_server(engine.vllm_config, config, needs, num_heads)
 
 
 # -- text around the table -----------------------------------------------------

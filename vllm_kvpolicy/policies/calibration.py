@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.model_files import ModelFile, ModelShape
 from vllm_kvpolicy.policies.words import BaseScorer
@@ -80,12 +79,13 @@ class CalibratedScorer(BaseScorer):
     calibration: Calibration
 
     @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        calibration = load(options.pop(f"{cls.kind}_calibration"), cls.kind)
-        return cls(calibration, **options)  # type: ignore[call-arg]
+    def build(cls, options: Any) -> Self:
+        own = dict(options)
+        calibration = load(own.pop(f"{cls.kind}_calibration"), cls.kind)
+        return cls(calibration, **own)  # type: ignore[arg-type]
 
     @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+    def check_start(cls, options: Any, kept: Any, vllm_config: Any) -> None:
         key = f"{cls.kind}_calibration"
         with model_files.errors_name(key):
             found = load(getattr(options, key), cls.kind)

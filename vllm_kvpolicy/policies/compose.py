@@ -51,8 +51,8 @@ class ComposedPolicy(Policy):
         Every request holds that many per head on average, unless this is dynamic.
 
         Raises:
-            ValueError: keys or queries missing that the policy declared, or a budget
-                that no request can hold.
+            ValueError: keys or queries missing that the policy declared, a budget that
+                no request can hold, or scores or memory that are not as they should be.
         """
         num_tokens = inputs.must_keep.shape[-1]
         may_hold_less = self.dynamic or inputs.candidates is not None
@@ -60,6 +60,7 @@ class ComposedPolicy(Policy):
             raise ValueError(f"budget: expected 1..{num_tokens} tokens, got {budget}")
         usage = measure_usage(self.usage_needs, inputs)
         score = self.scorer.score(inputs, usage)
+        check_score(score, inputs)
         remembered = self.scorer.remember(score)
         if inputs.candidates is not None:
             lowest = torch.finfo(score.dtype).min
@@ -70,7 +71,28 @@ class ComposedPolicy(Policy):
             lowest_last = decision.score.masked_fill(~inputs.candidates, -torch.inf)
             keep = decision.keep & inputs.candidates
             decision = replace(decision, keep=keep, score=lowest_last)
-        return replace(decision, memory={**decision.memory, **remembered})
+        memory = {**decision.memory, **remembered}
+        check_memory(memory, self.needs)
+        return replace(decision, memory=memory)
+
+
+def check_score(score: Tensor, inputs: EventInputs) -> None:
+    """Raise ValueError unless a scorer has returned a number for every token."""
+    shape = inputs.must_keep.shape
+    if score.shape != shape or not score.is_floating_point():
+        raise ValueError(
+            f"score: got {list(score.shape)} of {score.dtype}, expected [E, L, H, T], "
+            f"{list(shape)}, of floating point"
+        )
+
+
+def check_memory(memory: Mapping[str, Tensor], needs: Needs) -> None:
+    """Raise ValueError unless survivors remember what was declared, by name."""
+    if memory.keys() != set(needs.memory):
+        raise ValueError(
+            f"memory: got {', '.join(memory) or 'nothing'}, expected "
+            f"{', '.join(needs.memory) or 'nothing'}, as `needs.memory` declares"
+        )
 
 
 def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
@@ -172,15 +194,20 @@ def assemble(policy: ResolvedPolicy) -> Policy:
 
     Raises:
         ValueError: a file that a word needs is missing, broken, or something else; or a
-            user's own word reads what its class attributes do not declare.
+            word reads or does what its class attributes do not declare.
     """
-    info, options = policy.info, policy.options
+    info = policy.info
     if info.whole is not None:
-        return info.whole.build(options)
+        return policy.build(info.whole)
     built: Any = None
     if info.scorer is not None and info.allocator is not None:
-        scorer, allocator = info.scorer.build(options), info.allocator.build(options)
+        scorer, allocator = policy.build(info.scorer), policy.build(info.allocator)
         built = ComposedPolicy(scorer, allocator)
+        if built.usage_needs.usage and not built.usage_needs.window_tokens:
+            raise ValueError(
+                f"kv_policy: {info.name} has {built.needs}, expected a `query_window` "
+                "of those who read the usage"
+            )
         remembered = [*scorer.needs.memory, *allocator.needs.memory]
         if len({*remembered, MEMORY, POSITIONS}) < len(remembered) + 2:
             raise ValueError(
@@ -193,10 +220,14 @@ def assemble(policy: ResolvedPolicy) -> Policy:
                 f"kv_policy: {info.name} has {built.needs}, expected `until` and "
                 "`exact` of admissions only"
             )
+    shift = 0
     if info.admission is not None:
-        built = AdmittedPolicy(info.admission.build(options), built)
+        admission = policy.build(info.admission)
+        shift, built = admission.shift, AdmittedPolicy(admission, built)
     needs = built.needs
     declared = {
+        "decides": needs.until == policy.decides,
+        "decides_later": not shift or info.admission.decides_later,
         "query_window": needs.window_tokens <= policy.window_tokens,
         "rotates": not needs.rope or any(word.rotates for word in info.parts),
         "measures_tokens": not needs.signals or info.measures_tokens,
@@ -205,6 +236,6 @@ def assemble(policy: ResolvedPolicy) -> Policy:
         if not is_declared:
             raise ValueError(
                 f"kv_policy: {info.name} has {needs}, and no class of its words says "
-                f"so by {attribute}; see policies.words.Word"
+                f"the same by {attribute}; see policies.words.Word"
             )
     return built

@@ -30,6 +30,7 @@ RESERVED = {"exact", "ragged", *SERVER_OPTIONS}
 GROUP = "vllm_kvpolicy.policies"
 """Of the entry points that name users' own scorers and allocators."""
 _ROOM = "vllm_kvpolicy.policies"
+_MEANING = ("annotation", "metadata", "default", "default_factory")  # of an option
 _PATH = re.compile(r"(?!\d)\w+(\.(?!\d)\w+)*:(?!\d)\w+")  # "package.module:Class"
 
 
@@ -306,18 +307,26 @@ class PolicyInfo:
         is_ragged = any(word.ragged for word in self.parts)
         return is_ragged or bool(options.get("ragged", False))
 
-    def is_dynamic(self, options: Mapping[str, Any]) -> bool:
-        """Return whether the text decides how much it keeps, up to the budget."""
-        is_dynamic = any(word.is_dynamic(options) for word in self.parts)
-        return is_dynamic or self.admission is not None
-
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy with a value for every option that it reads; requests share it."""
+    """A policy with a value for every option that it reads; requests share it.
+
+    Args:
+        own: the options of each of its words.
+    """
 
     info: PolicyInfo
-    options: Mapping[str, Any]
+    own: Mapping[Word, Any]
+
+    def build(self, word: Word) -> Any:
+        """Build one of its words; raises as `policies.words.Word.build`."""
+        return word.build(self.own[word])
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The values of all its words by key."""
+        return {key: value for each in self.own.values() for key, value in each}
 
     @cached_property
     def window_tokens(self) -> int:
@@ -412,7 +421,23 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
     }
     if words:
         found |= _eviction(name, words[0], admission, key)
-    return PolicyInfo(name, **found)
+    info = PolicyInfo(name, **found)
+    if info.has_own:
+        _check_options(info, key)
+    return info
+
+
+def _check_options(info: PolicyInfo, key: str) -> None:
+    """Raise ValueError where words of a policy mean different things by an option."""
+    known: dict[str, FieldInfo] = {}
+    for word in info.parts:
+        for option, field in word.Options.model_fields.items():
+            other = known.setdefault(option, field)
+            if any(getattr(other, part) != getattr(field, part) for part in _MEANING):
+                raise ValueError(
+                    f"{key}: got {info.name!r}, whose words have different options "
+                    f"{option}, expected another name for one of them"
+                )
 
 
 def _eviction(name: str, eviction: str, admission: str, key: str) -> dict[str, Any]:
@@ -473,8 +498,11 @@ def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
                 f"{info.name!r} ({valid})"
             )
     values = {**_preset(info, given), **given}
-    read = {key: value for word in info.parts for key, value in word.read(values)}
-    return ResolvedPolicy(info, read)
+    own = {}
+    for word in info.parts:
+        keys = values.keys() & word.Options.model_fields
+        own[word] = word.Options(**{key: values[key] for key in keys})
+    return ResolvedPolicy(info, own)
 
 
 def _preset(info: PolicyInfo, given: Mapping[str, Any]) -> Mapping[str, Any]:

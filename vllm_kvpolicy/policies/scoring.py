@@ -74,19 +74,18 @@ def score(
     if "window" in keys and q.shape[1]:
         options.setdefault(keys["window"], q.shape[1])
     policy: Any = build(name, options)
+    needs = policy.needs
     policy.scorer.check_model(ModelShape(1, len(q), num_heads, size))
-    _check_params(
-        name, params, (*keys, *ScoreOptions.model_fields), _tensors_of(policy.needs)
-    )
-    _check_queries(policy.needs, q, positions)
+    _check_params(name, params, (*keys, *ScoreOptions.model_fields), _tensors_of(needs))
+    _check_queries(needs, q, positions)
     rope = Rope.from_theta(rope_theta, size)
     inputs = EventInputs(
-        **_rows(k, v, params),
-        **_history(policy.needs, k, positions, params),
+        **_rows(needs, k, v, params),
+        **_history(needs, k, positions, params),
         scale=size**-0.5,
-        queries=q[None, None],
-        positions=positions.expand(1, 1, num_heads, -1),
-        rope=Rope(rope.inv_freq.to(k.device)),
+        queries=q[None, None] if needs.window_tokens else None,
+        positions=positions.expand(1, 1, num_heads, -1) if needs.positions else None,
+        rope=Rope(rope.inv_freq.to(k.device)) if needs.rope else None,
     )
     return policy.decide(inputs, budget=1).score[0, 0].contiguous()
 
@@ -108,8 +107,13 @@ def _tensors_of(needs: Needs) -> tuple[str, ...]:
     return tuple(name for name, what in asked.items() if what)
 
 
-def _rows(k: Tensor, v: Tensor, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an event of one layer whose heads hold all tokens."""
+def _rows(
+    needs: Needs, k: Tensor, v: Tensor, params: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of an event of one layer whose heads hold all tokens.
+
+    As at an event of a server, what `needs` does not name is None.
+    """
     own = {key: params[key] for key in ScoreOptions.model_fields if key in params}
     sinks = ScoreOptions(**own).sinks
     rows = (1, 1, *k.shape[:2])
@@ -117,8 +121,8 @@ def _rows(k: Tensor, v: Tensor, params: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "lengths": torch.full(rows[:3], rows[3], device=k.device),
         "must_keep": (token < sinks).expand(rows),
-        "keys": k[None, None],
-        "values": v[None, None],
+        "keys": k[None, None] if needs.keys else None,
+        "values": v[None, None] if needs.values else None,
     }
 
 

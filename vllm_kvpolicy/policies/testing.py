@@ -28,9 +28,6 @@ class MovementPolicy(KeepAll):
             False, description="also swap pages between all heads and layers"
         )
 
-    def __init__(self, ragged: bool) -> None:
-        self.swaps_pages = ragged
-
     def shuffled(
         self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -61,7 +58,7 @@ class MovementPolicy(KeepAll):
 
     def shuffle_pages(self, pages: Tensor, seeds: Tensor) -> Tensor:
         """Shuffle [E, C] pages among all heads and layers where the option says so."""
-        if not self.swaps_pages:
+        if not self.options.ragged:
             return pages
         draw = self._draw(pages, mix(seeds))
         return pages.gather(-1, draw.argsort(dim=-1, stable=True))

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.window_usage import WindowUsage
 from vllm_kvpolicy.policies.base import (
@@ -29,9 +28,10 @@ class Word(OfModel):
     Each file in the folder of a kind defines one: its only class that sets `summary`.
 
     Attributes:
-        Options: the keys of `--kv-policy-config` that it reads; it is built with their
-            values as keyword arguments.
-        options: an instance of `Options` with these values.
+        Options: the keys of `--kv-policy-config` that it reads; it is built with an
+            instance.
+        options: that instance.
+        needs: what it reads at an event, beside the queries of `query_window`.
         summary: half a line for help texts.
         source: where the method is published.
         query_window: queries that it reads: a number, or the option that holds it.
@@ -68,23 +68,27 @@ class Word(OfModel):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}
     placement: ClassVar[Callable[..., list[Any]] | None] = None
+    needs = Needs()
     options: Any
 
-    def __init__(self, **options: Any) -> None:
-        self.options = self.Options(**options)
+    def __init__(self, options: BaseOptions) -> None:
+        self.options = options
+        window = self.window_tokens(dict(options))
+        self.needs = self.needs | Needs(window_tokens=window)
 
     @classmethod
-    def from_options(cls, **options: Any) -> Any:
+    def build(cls, options: Any) -> Any:
         """Build it from its options; ValueError if a file cannot be read or used."""
-        return cls(**options)
+        return cls(options)
 
     @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+    def check_start(cls, options: Any, kept: Any, vllm_config: Any) -> None:
         """Check, before an engine starts, that it can serve a model under its settings.
 
         Args:
             options: an instance of `Options`.
-            kept: the tokens that the server always keeps.
+            kept: the tokens that the server always keeps, `sink_tokens` first and
+                `recent_tokens` newest ones.
             vllm_config: the finished VllmConfig.
 
         Raises:
@@ -92,27 +96,11 @@ class Word(OfModel):
         """
 
     @classmethod
-    def read(cls, values: Mapping[str, Any]) -> BaseOptions:
-        """Return its own options from those of a whole policy.
-
-        A missing key takes its default; a value outside its range raises ValueError.
-        """
-        fields = cls.Options.model_fields
-        return cls.Options(**{key: values[key] for key in fields if key in values})
-
-    @classmethod
-    def build(cls, values: Mapping[str, Any]) -> Any:
-        """Build it from the options of a whole policy, see `read`."""
-        return cls.from_options(**dict(cls.read(values)))
-
-    @classmethod
-    def is_dynamic(cls, values: Mapping[str, Any]) -> bool:
-        """Return whether it may keep less than the budget with these options."""
-        return cls.dynamic
-
-    @classmethod
     def window_tokens(cls, values: Mapping[str, Any]) -> int:
-        """Return how many queries it reads; takes what `read` does."""
+        """Return how many queries it reads with these options, among those of others.
+
+        A missing key takes its default.
+        """
         if isinstance(cls.query_window, int):
             return cls.query_window
         default = cls.Options.model_fields[cls.query_window].default
@@ -121,8 +109,6 @@ class Word(OfModel):
 
 class BaseScorer(Word, ABC):
     """Says how important each token is; knows nothing about budgets."""
-
-    needs = Needs()
 
     @abstractmethod
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
@@ -145,8 +131,6 @@ class BaseScorer(Word, ABC):
 class BaseAllocator(Word, ABC):
     """Shares the budget among layers, heads and regions, given scores."""
 
-    needs = Needs()
-
     @abstractmethod
     def choose(
         self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
@@ -168,14 +152,12 @@ class BaseAdmission(Word):
     decides while tokens are computed: its decisions then act as gates of 0 or 1.
 
     Attributes:
-        needs: what `gates` reads.
         threshold: tokens with a gate above this are admitted.
         window: queries that always see a token, its own included.
         shift: the token at t decides on the one at t - shift, 0 or 1.
     """
 
     ragged = True
-    needs = Needs()
     threshold: float = 0.5
     window = 1
     shift = 0

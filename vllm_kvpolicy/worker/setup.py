@@ -64,7 +64,7 @@ class SideTables:
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
         is_ragged: whether heads have page lists of their own.
-        page_bytes: bytes for each head page, of captures and page bounds.
+        page_bytes: bytes for each head page, of decisions and page bounds.
     """
 
     num_requests: int
@@ -75,6 +75,29 @@ class SideTables:
     num_memories: int
     is_ragged: bool
     page_bytes: int = 0
+
+    @classmethod
+    def of_server(
+        cls, vllm_config: Any, config: KVPolicyConfig, needs: Needs, num_heads: int
+    ) -> "SideTables":
+        """Return the sizes of a worker with `num_heads` KV heads in all its layers.
+
+        Args:
+            needs: of all its policies.
+        """
+        block_size = vllm_config.cache_config.block_size
+        decisions = 4 * block_size if needs.until else 0  # an int32 for each slot
+        bounds = PageSelection.page_bytes(config, vllm_config.model_config)
+        return cls(
+            num_requests=vllm_config.scheduler_config.max_num_seqs,
+            num_heads=num_heads,
+            block_size=block_size,
+            max_global_blocks=max_global_blocks(vllm_config, config),
+            max_local_tokens=config.recent_tokens + block_size - 1,
+            num_memories=len(remembered(needs)),
+            is_ragged=config.is_ragged,
+            page_bytes=decisions + bounds,
+        )
 
     def global_blocks(self, num_blocks: int) -> int:
         """Return the most superblocks of survivors of one request in a pool."""
@@ -360,29 +383,18 @@ def prepare(
     Raises:
         ValueError: a policy that cannot serve this model.
     """
-    first, block_size = layers[0], vllm_config.cache_config.block_size
-    shard = head_shard(vllm_config, first)
+    shard = head_shard(vllm_config, layers[0])
     policies = _policies(vllm_config, config, layers, shard)
     needs = reduce(or_, (policy.needs for policy in policies.values()))
     needs |= Needs(positions=config.hints)
     rope = rope_for(policies, model, layers)
-    num_requests = vllm_config.scheduler_config.max_num_seqs
-    num_global = max_global_blocks(vllm_config, config)
-    requests = RequestTable(num_requests, num_global, block_size, device)
+    num_heads = len(layers) * layers[0].num_kv_heads
+    side_tables = SideTables.of_server(vllm_config, config, needs, num_heads)
+    sizes = side_tables.max_global_blocks, side_tables.block_size
+    requests = RequestTable(side_tables.num_requests, *sizes, device)
     tables = _step_tables(vllm_config, config, layers, requests)
     loaded = LoadedModel(model, layers, vllm_config, device, rope)
     captures = _captures(config, policies, needs, loaded)
-    page_bytes = sum(capture.page_bytes for capture in captures)
-    side_tables = SideTables(
-        num_requests=num_requests,
-        num_heads=len(layers) * first.num_kv_heads,
-        block_size=block_size,
-        max_global_blocks=num_global,
-        max_local_tokens=config.recent_tokens + block_size - 1,
-        num_memories=len(remembered(needs)),
-        is_ragged=config.is_ragged,
-        page_bytes=page_bytes + PageSelection.page_bytes(config, first),
-    )
     return WorkerSetup(
         vllm_config,
         config,

@@ -30,11 +30,10 @@ from vllm_kvpolicy.policies.admissions.dms.model import (
     rule_of_config,
     rule_of_metadata,
 )
+from vllm_kvpolicy.policies.admissions.dms.policy import DelayedEviction
 from vllm_kvpolicy.policies.names import architectures
 
-NONE = dict.fromkeys(
-    ("dms_window", "dms_channel", "dms_shift", "dms_zero_after_rope"), None
-)
+NONE = DelayedEviction.Options()
 
 
 def model_of(folder="none", kind="qwen3", **keys):
@@ -77,7 +76,8 @@ def test_metadata_beside_a_plain_model(tmp_path):
 
 
 def test_an_adapter_goes_before_a_plain_model_and_options_before_all():
-    options = {**NONE, "dms_window": 100, "dms_shift": 0, "dms_zero_after_rope": False}
+    given = {"dms_window": 100, "dms_shift": 0, "dms_zero_after_rope": False}
+    options = DelayedEviction.Options(**given)
     rule = rule_for(model_of(dms_window_size=512), None, options)
     assert rule == DmsRule(window=100, shift=0, zero_after_rope=False)
     rule = rule_for(model_of(), make_adapter(window=33, shift=0), NONE)

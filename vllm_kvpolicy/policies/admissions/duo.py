@@ -15,7 +15,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.policies import model_files
 from vllm_kvpolicy.policies.base import EventInputs
 from vllm_kvpolicy.policies.model_files import ModelShape
@@ -112,11 +111,11 @@ class RetrievalHeads(BaseAdmission):
         )
 
     @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        return cls(load(options["duo_pattern"]), options["duo_sparsity"])
+    def build(cls, options: Any) -> Self:
+        return cls(load(options.duo_pattern), options.duo_sparsity)
 
     @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+    def check_start(cls, options: Any, kept: Any, vllm_config: Any) -> None:
         path = options.duo_pattern
         with model_files.errors_name("duo_pattern"):
             pattern, shape = load(path), ModelShape.of(vllm_config)

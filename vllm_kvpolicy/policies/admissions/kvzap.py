@@ -24,7 +24,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from vllm_kvpolicy.config import own_config
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.chunks import few_sizes
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files
@@ -230,12 +229,12 @@ class SurrogateScores(BaseAdmission):
         )
 
     @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        surrogate = load(options["kvzap_model"])
-        return cls(surrogate, options["kvzap_threshold"], options["exact"])
+    def build(cls, options: Any) -> Self:
+        surrogate = load(options.kvzap_model)
+        return cls(surrogate, options.kvzap_threshold, options.exact)
 
     @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+    def check_start(cls, options: Any, kept: Any, vllm_config: Any) -> None:
         with model_files.errors_name("kvzap_model"):
             load(options.kvzap_model).check_model(
                 ModelShape.of(vllm_config), vllm_config.model_config.get_hidden_size()

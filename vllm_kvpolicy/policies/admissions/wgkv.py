@@ -18,7 +18,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
@@ -283,12 +282,11 @@ class WriteGates(BaseAdmission):
         )
 
     @classmethod
-    def from_options(cls, **options: Any) -> Self:
-        gates, threshold = load(options["wgkv_gates"]), options["wgkv_threshold"]
-        return cls(gates, threshold, options["exact"])
+    def build(cls, options: Any) -> Self:
+        return cls(load(options.wgkv_gates), options.wgkv_threshold, options.exact)
 
     @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+    def check_start(cls, options: Any, kept: Any, vllm_config: Any) -> None:
         path = options.wgkv_gates
         with model_files.errors_name("wgkv_gates"):
             gates, text = load(path), vllm_config.model_config.hf_text_config

@@ -101,8 +101,17 @@ class AMSOptions(PoolOptions):
     )
     parity: bool = Field(False, description="reproduce the authors' code exactly")
 
+    @property
+    def cuts(self) -> dict[str, Any]:
+        """Segmentation for `segment_quota_ref`; blocks are pieces of one segment."""
+        if self.segments == "fixed":
+            length = self.fixed_segment
+            return {"segment_mass": 1.0, "min_segment": 1, "max_segment": length}
+        names = ("segment_mass", "min_segment", "max_segment")
+        return {name: getattr(self, name) for name in names}
 
-OPTION_PRESETS: dict[str, dict[str, Any]] = {
+
+PRESETS: dict[str, dict[str, Any]] = {
     "default": {},
     # Table 15 as printed; the paper leaves the number of recent tokens open.
     "paper": {"window": 128},
@@ -132,18 +141,6 @@ class AMSConfig(AMSOptions):
     sinks: int = Field(DEFAULT_SINKS, ge=0)
     recent: int = Field(DEFAULT_RECENT, ge=0)
 
-    @property
-    def cuts(self) -> dict[str, Any]:
-        """Segmentation for `segment_quota_ref`; blocks are pieces of one segment."""
-        if self.segments == "fixed":
-            length = self.fixed_segment
-            return {"segment_mass": 1.0, "min_segment": 1, "max_segment": length}
-        names = ("segment_mass", "min_segment", "max_segment")
-        return {name: getattr(self, name) for name in names}
-
-
-PRESETS = {name: AMSConfig(**values) for name, values in OPTION_PRESETS.items()}
-
 
 @dataclass(frozen=True)
 class AMSChoice:
@@ -170,7 +167,7 @@ def choose(
     must_keep: Tensor,
     lengths: Tensor,
     budget: int,
-    config: AMSConfig,
+    config: AMSOptions,
     credit: Tensor | None,
     candidates: Tensor | None = None,
 ) -> AMSChoice:
@@ -182,7 +179,7 @@ def choose(
         must_keep: [R, T] bool, at most `budget` per row, False on padding.
         lengths: [R] int64.
         budget: K, tokens per row; a row that has less keeps all.
-        config: parameters; `sinks` and `recent` are not read here.
+        config: parameters.
         credit: [R, T] or None.
         candidates: [R, T] bool, what may be chosen, must-keep tokens included.
     """
@@ -218,7 +215,7 @@ def choose(
 
 
 def mass_as_code(
-    usage: Tensor, valid: Tensor, credit: Tensor | None, config: AMSConfig
+    usage: Tensor, valid: Tensor, credit: Tensor | None, config: AMSOptions
 ) -> tuple[Tensor, Tensor]:
     """Do as `credited_mass_ref` by the rules of the code: all of it in float64 sums.
 
@@ -345,16 +342,10 @@ class AMSAllocator(BaseAllocator):
     summary = "segments of equal attention mass, each with its own quota"
     source = "AMS, arXiv 2605.23200"
     query_window = "window"
-    presets = OPTION_PRESETS
+    presets = PRESETS
     refuses = {"streaming": RECENCY}
+    needs = Needs(usage=True, keys=True, memory=(CREDIT,))
     Options = AMSOptions
-
-    def __init__(self, **options: Any) -> None:
-        self.config = AMSConfig(**options)
-        window = self.config.window
-        self.needs = Needs(
-            window_tokens=window, usage=True, keys=True, memory=(CREDIT,)
-        )
 
     def choose(
         self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int
@@ -365,8 +356,8 @@ class AMSAllocator(BaseAllocator):
             mean_over_group(usage.mean, shape[2]),
             usage.lengths,
             usage.window,
-            self.config.pool_kernel,
-            self.config.suffix_pad,
+            self.options.pool_kernel,
+            self.options.suffix_pad,
         )
         must_keep = limit_must_keep(inputs.must_keep, budget)
         credit = inputs.memory.get(CREDIT)
@@ -376,7 +367,7 @@ class AMSAllocator(BaseAllocator):
             must_keep.flatten(0, 2),
             inputs.lengths.flatten(),
             budget,
-            self.config,
+            self.options,
             None if credit is None else credit.flatten(0, 2),
             None if inputs.candidates is None else inputs.candidates.flatten(0, 2),
         )

@@ -19,8 +19,7 @@ widest head exceeds the mean in the paper's profile of head sizes, `lower` the i
 (AdaKV protects 0.2).
 """
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -36,7 +35,7 @@ from vllm_kvpolicy.kernels.ranking import (
 )
 from vllm_kvpolicy.kernels.window_usage import WindowUsage, mean_over_group, measured
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Merge, Needs
-from vllm_kvpolicy.policies.options import Share, WindowOptions
+from vllm_kvpolicy.policies.options import BaseOptions, Share, WindowOptions
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
@@ -90,20 +89,15 @@ class HardAllocator(BaseAllocator):
             False, description="merge dropped tokens into kept tokens"
         )
 
-    @classmethod
-    def is_dynamic(cls, values: Mapping[str, Any]) -> bool:
-        """Return whether sizes are only scaled down; see `Word`."""
-        return values.get("hard_mode") == "dynamic"
+    needs = Needs(keys=True)
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, options: BaseOptions) -> None:
+        super().__init__(options)
         own = self.options
         by_attention = own.hard_order == "attention"  # each row in its own order
-        self.needs = Needs(
-            window_tokens=own.window,
+        self.needs |= Needs(
             usage=own.hard_merge or not by_attention,
             mass=0.0 if by_attention else own.hard_p,
-            keys=True,
             values=own.hard_merge,
         )
         self.dynamic = own.hard_mode == "dynamic"

@@ -143,14 +143,13 @@ class MixScorer(BaseScorer):
         )
 
     @classmethod
-    def from_options(cls, **options: Any) -> BaseScorer:
-        variant, chunk = options["variant"], options["epikv_chunk"]
-        if variant == "lag-kv":
-            return LagScorer(chunk)
-        window, prompt = options["stat_window"], options["epikv_scores_prompt"]
-        if variant == "segment":
-            return SegmentScorer(_mix("detrend", options), window, chunk, prompt)
-        return MixScorer(_mix(variant, options), window, prompt)
+    def build(cls, options: Any) -> BaseScorer:
+        if options.variant == "lag-kv":
+            return LagScorer(options.epikv_chunk)
+        sizes = options.stat_window, options.epikv_scores_prompt
+        if options.variant == "segment":
+            return SegmentScorer(_mix("detrend", options), options.epikv_chunk, *sizes)
+        return MixScorer(_mix(options.variant, options), *sizes)
 
     def __init__(self, mix: Mix, stat_window: int, scores_prompt: bool = False) -> None:
         self.mix = mix
@@ -185,7 +184,7 @@ class SegmentScorer(MixScorer):
     variance = TokenSignal("key")
 
     def __init__(
-        self, mix: Mix, stat_window: int, segment: int, scores_prompt: bool = False
+        self, mix: Mix, segment: int, stat_window: int, scores_prompt: bool = False
     ) -> None:
         super().__init__(mix, stat_window, scores_prompt)
         self.segment = segment
@@ -228,17 +227,17 @@ class LagScorer(BaseScorer):
         return spread[:, None, None].expand(valid.shape)
 
 
-def _mix(variant: str, options: Mapping[str, Any]) -> Mix:
+def _mix(variant: str, options: Any) -> Mix:
     """Return a mix of `MIXES` with the layers and the weight that the options name."""
     mix = MIXES[variant]
     if len(mix.signals) < 2:
         return mix
     signals = []
     for band, signal in zip("ab", mix.signals, strict=True):
-        ends = {end: options[f"{band}_{end}"] for end in ("first", "last")}
+        ends = {end: getattr(options, f"{band}_{end}") for end in ("first", "last")}
         chosen = {end: layer for end, layer in ends.items() if layer >= 0}
         signals.append(replace(signal, **chosen))
-    weight = options["a_weight"] or mix.weights[0]
+    weight = options.a_weight or mix.weights[0]
     return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
 
 

@@ -15,7 +15,6 @@ gives them the highest score, here of their row (theirs of all heads and request
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from pydantic import Field
@@ -45,6 +44,7 @@ class ExpectedAttentionScorer(BaseScorer):
     query_window = "expected_window"
     weighs_itself = True
     rotates = True
+    needs = Needs(keys=True, rope=True)
 
     class Options(BaseOptions):
         expected_window: Queries = Field(
@@ -71,15 +71,9 @@ class ExpectedAttentionScorer(BaseScorer):
             description="constant added to each token's expected attention",
         )
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        own = self.options
-        self.needs = Needs(
-            window_tokens=own.expected_window,
-            keys=True,
-            values=own.value_norm,
-            rope=True,
-        )
+    def __init__(self, options: BaseOptions) -> None:
+        super().__init__(options)
+        self.needs |= Needs(values=self.options.value_norm)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         size, scale = self.needs.window_tokens, inputs.scale

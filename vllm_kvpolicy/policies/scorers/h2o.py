@@ -10,7 +10,6 @@ must-keep set that all policies share.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -28,14 +27,8 @@ class H2OScorer(BaseScorer):
     summary = "attention received so far, summed over the query windows"
     source = "H2O, arXiv 2306.14048"
     query_window = "window"
+    needs = Needs(usage=True, keys=True, memory=(RECEIVED,))
     Options = WindowOptions
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        window = self.options.window
-        self.needs = Needs(
-            window_tokens=window, usage=True, keys=True, memory=(RECEIVED,)
-        )
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; what a token got from queries, never less."""

@@ -13,7 +13,6 @@ highest score (theirs keeps them whatever they score).
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +42,7 @@ class RKVScorer(BaseScorer):
     source = "R-KV, arXiv 2505.24133"
     query_window = "rkv_window"
     weighs_itself = True
+    needs = Needs(keys=True)
 
     class Options(BaseOptions):
         rkv_window: Queries = Field(
@@ -55,10 +55,6 @@ class RKVScorer(BaseScorer):
         rkv_threshold: Share = Field(
             0.5, description="cosine similarity above which two keys are similar"
         )
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.needs = Needs(window_tokens=self.options.rkv_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; the newest tokens get the highest."""

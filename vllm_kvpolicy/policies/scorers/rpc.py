@@ -9,8 +9,6 @@ always keeps, get the row's highest score. As in `tova`, the mean over all
 query heads of the layer goes by cache index.
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -41,6 +39,7 @@ class RPCScorer(BaseScorer):
     query_window = "rpc_window"
     weighs_itself = True
     pins_prompt = True
+    needs = Needs(keys=True)
 
     class Options(BaseOptions):
         rpc_window: Queries = Field(
@@ -49,10 +48,6 @@ class RPCScorer(BaseScorer):
         rpc_kernel: Width = Field(
             7, description="width of the average pooling over tokens"
         )
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.needs = Needs(window_tokens=self.options.rpc_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; prompt and newest tokens get the highest."""

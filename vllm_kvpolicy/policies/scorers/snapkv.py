@@ -7,8 +7,6 @@ as in kvpress (the original takes a maximum); the newest W tokens get the row's 
 score (kvpress takes the maximum over all heads and requests, in later versions plus 1).
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from vllm_kvpolicy.kernels.window_usage import (
@@ -28,12 +26,8 @@ class SnapKVScorer(BaseScorer):
     summary = "pooled attention of the newest queries"
     source = "SnapKV, arXiv 2404.14469"
     query_window = "window"
+    needs = Needs(usage=True, keys=True)
     Options = PoolOptions
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        window = self.options.window
-        self.needs = Needs(window_tokens=window, usage=True, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32, zero on padding."""

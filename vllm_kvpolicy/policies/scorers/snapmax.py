@@ -11,8 +11,6 @@ Deviations: tokens that are not scored get the row's highest score (theirs are n
 dropped).
 """
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -37,6 +35,7 @@ class SnapMaxScorer(BaseScorer):
     source = "WG-KV, arXiv 2512.17452, appendix K.1"
     query_window = "snapmax_window"
     weighs_itself = True
+    needs = Needs(keys=True)
 
     class Options(BaseOptions):
         snapmax_window: Queries = Field(
@@ -45,10 +44,6 @@ class SnapMaxScorer(BaseScorer):
         snapmax_kernel: Width = Field(
             5, description="width of the max pooling over tokens"
         )
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.needs = Needs(window_tokens=self.options.snapmax_window, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; tokens that are not scored get the highest."""

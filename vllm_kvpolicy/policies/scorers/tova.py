@@ -30,7 +30,7 @@ class TovaScorer(BaseScorer):
     source = "TOVA, arXiv 2401.06104"
     query_window = 1
 
-    needs = Needs(window_tokens=1, usage=True, keys=True)
+    needs = Needs(usage=True, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32; heads differ only in where they end."""

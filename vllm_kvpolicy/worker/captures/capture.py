@@ -26,12 +26,10 @@ class Capture:
     Attributes:
         holds: what takes its memory, for errors.
         nbytes: bytes of device memory that are held before the KV cache is made.
-        page_bytes: bytes of device memory for each head page of the pool.
     """
 
     holds: ClassVar[str]
     nbytes = 0
-    page_bytes = 0
 
     @staticmethod
     def serves(needs: Needs) -> bool:

@@ -63,7 +63,6 @@ class VisibleUntil(Capture):
         self._governed = torch.zeros_like(self._own)
         self._position = torch.zeros_like(self._own)
         self.nbytes = 3 * self._own.nbytes + decider.nbytes
-        self.page_bytes = 4 * block_size  # an int32 for each slot
         self.pool: PagePool
         self.until: list[torch.Tensor] = []
         self._base: list[int] = []

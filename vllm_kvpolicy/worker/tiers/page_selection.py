@@ -111,13 +111,13 @@ class PageSelection:
             return None
         policy = config.resolved(names[0])
         assert policy.info.selection is not None  # `names` says so
-        quest = policy.info.selection.build(policy.options)
+        quest = policy.build(policy.info.selection)
         return cls(quest, names, requests, pool, layer.num_heads // layer.num_kv_heads)
 
     @staticmethod
-    def page_bytes(config: KVPolicyConfig, layer: Any) -> int:
+    def page_bytes(config: KVPolicyConfig, model_config: Any) -> int:
         """Return the bytes that the bounds of one page take, 0 without a selection."""
-        bytes_of_key = layer.head_size * layer.dtype.itemsize
+        bytes_of_key = model_config.get_head_size() * model_config.dtype.itemsize
         return 2 * bytes_of_key if selecting(config) else 0
 
     def update(

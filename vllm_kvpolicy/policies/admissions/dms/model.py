@@ -305,15 +305,13 @@ def rule_of_model(model_config: Any) -> DmsRule | None:
     return found or rule_of_metadata(model_config.model, model_config.revision)
 
 
-def rule_for(
-    model_config: Any, adapter: DmsAdapter | None, options: Mapping[str, Any]
-) -> DmsRule:
+def rule_for(model_config: Any, adapter: DmsAdapter | None, options: Any) -> DmsRule:
     """Return how decisions are read from a model, and what follows from them.
 
     Args:
         model_config: vLLM's ModelConfig.
         adapter: decides in place of the model.
-        options: resolved options of the policy, which have the last word.
+        options: of the word, which have the last word.
 
     Raises:
         ValueError: the model has no decisions, and there is no adapter; or it borrows
@@ -340,7 +338,7 @@ def rule_for(
             "set dms_adapter to an adapter from `python -m training dms`"
         )
     names = ("window", "channel", "shift", "zero_after_rope")
-    given = {name: options[f"dms_{name}"] for name in names}
+    given = {name: getattr(options, f"dms_{name}") for name in names}
     return replace(rule, **{k: v for k, v in given.items() if v is not None})
 
 

@@ -11,7 +11,6 @@ pages with refused tokens; sinks are kept.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -19,7 +18,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from vllm.tokenizers import cached_tokenizer_from_config
 
-from vllm_kvpolicy.config_keys import AlwaysKept
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files
@@ -90,18 +88,18 @@ class DelayedEviction(BaseAdmission):
         )
 
     @classmethod
-    def from_options(cls, **options: Any) -> Self:
+    def build(cls, options: Any) -> Self:
         """Build the admission, with an adapter where the options name one."""
-        path = options["dms_adapter"]
+        path = options.dms_adapter
         return cls(None if path is None else load(path), options)
 
     @classmethod
-    def check_start(cls, options: Any, kept: AlwaysKept, vllm_config: Any) -> None:
+    def check_start(cls, options: Any, kept: Any, vllm_config: Any) -> None:
         """Check the model, and its adapter where there is one; see `Word`."""
         model_config = vllm_config.model_config
         supported(model_config.hf_text_config.model_type)
         adapter = _adapter(options.dms_adapter, vllm_config)
-        rule = rule_for(model_config, adapter, dict(options))
+        rule = rule_for(model_config, adapter, options)
         size = model_config.get_head_size()
         if not -size <= rule.channel < size:
             raise ValueError(
@@ -122,9 +120,9 @@ class DelayedEviction(BaseAdmission):
         if adapter is None:
             _check_tokenizer(model_config)
 
-    def __init__(self, adapter: DmsAdapter | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, adapter: DmsAdapter | None, options: Any) -> None:
         self.adapter, self.options = adapter, options
-        self.needs = Needs(until=True, exact=options["exact"])
+        self.needs = Needs(until=True, exact=options.exact)
         self._follow(DmsRule())
         self.weights: DecisionWeights | None = None
         self._logits: list[Tensor] = []
