@@ -55,16 +55,9 @@ class KVPolicyConfig:
 
     Args:
         policy: name in the grammar of policies.names.
-        budget_tokens: K, held right after an event: sinks + selected + local. AUTO
-            becomes the least that it may stand for, until the pool is known; see
-            `sizes.settled`.
-        interval_tokens: I, tokens between two events.
-        recent_tokens: R, newest tokens that are always kept.
-        sink_tokens: S, first tokens that are always kept.
-        prefill_interval_tokens: tokens between two events inside a prompt, a multiple
-            of the block size; WHOLE_PROMPT for none before its end, None for default.
-        events_per_step: events that one engine step may carry; None for twice what
-            the largest batch needs on average.
+        budget_tokens: K; AUTO becomes the least that it may stand for, until the pool
+            is known, see `sizes.settled`. Of this and the other integers `INTEGER_KEYS`
+            says what they are.
         pin: first tokens of a prompt that stay in their superblocks, shared and cached,
             while K counts what is kept behind them: NONE, SYSTEM for those of system
             messages and tools of a chat, PROMPT for all, or how many; None leaves it to
