@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.kernel_checks import check_operation
-from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, Size, operations
+from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, Size
 from support.twins_of_moves import *  # noqa: F403
 from support.twins_of_moves import make_pool
 from support.twins_of_page_tables import *  # noqa: F403
