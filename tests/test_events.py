@@ -6,7 +6,7 @@ Owns the proof that the closed forms of events say what the design says.
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import islice, repeat
+from itertools import repeat
 
 import pytest
 
@@ -16,8 +16,6 @@ from vllm_kvpolicy.events import (
     LAST_PHASE,
     EventPlan,
     Footprint,
-    event_positions,
-    positions_up_to,
     request_phase,
     worst_case_blocks,
 )
@@ -63,8 +61,8 @@ TABLE = [
     ids=[row[0] for row in TABLE],
 )
 def test_event_positions_by_hand(prompt_len, budget, interval, grid, expected):
-    positions = event_positions(prompt_len, budget, interval, grid)
-    assert list(islice(positions, len(expected))) == expected
+    plan = EventPlan(prompt_len, budget, interval, grid)
+    assert plan.positions_up_to(expected[-1] + 1) == expected
     case = Case(prompt_len, budget, interval, grid)
     assert walk_events(case, expected[-1]) == expected
 
@@ -113,7 +111,7 @@ def test_closed_form_equals_a_walk_over_tokens():
             case = in_some_phase(Case(*numbers), rng)
         last = rng.randrange(700)
         expected = walk_events(case, last)
-        assert positions_up_to(plan_of(case), last + 1) == expected, case
+        assert plan_of(case).positions_up_to(last + 1) == expected, case
         num_events += len(expected)
     assert num_events > 40_000
 
@@ -307,7 +305,7 @@ def test_no_event_reads_queries_from_before_the_last_event():
         case = random_case(rng, 200)
         step = max(case.prefill_interval, case.window)
         plan = plan_of(replace(case, prefill_interval=step))
-        positions = [0, *positions_up_to(plan, 900)]
+        positions = [0, *plan.positions_up_to(900)]
         past = [p for p in positions if p > plan.prompt_len]
         for position in past:
             before = positions[positions.index(position) - 1]

@@ -9,11 +9,10 @@ decoding come, so that requests which start together do not all wait for one ste
 """
 
 import struct
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
-from itertools import takewhile
 
 NO_STEP = 2**62  # a prefill interval longer than any prompt: no event inside prompts
 PHASE_BITS = 32
@@ -34,15 +33,9 @@ def request_phase(prompt_token_ids: Sequence[int], seed: int | None = None) -> i
     return int.from_bytes(blake2b(named, digest_size=PHASE_BITS // 8).digest())
 
 
-def event_positions(
-    prompt_len: int,
-    budget: int,
-    interval: int,
-    prefill_interval: int,
-    phase: int = 0,
-    window_tokens: int = 0,
-) -> Iterator[int]:
-    """Yield the positions of a request's events, ascending, without end.
+@dataclass(frozen=True)
+class EventPlan:
+    """The positions of a request's events, ascending, without end.
 
     (i) Inside the prompt: multiples of `prefill_interval` at which more than `budget`
     tokens are held. (ii) The prompt's end, if at least `budget + interval` are held
@@ -57,15 +50,14 @@ def event_positions(
     Example: K = 64, I = 32. A prompt of 100 ends in an event, because 96 or more tokens
     are held there; one of 90 does not, so the first event is at 96.
 
-    >>> [next(event_positions(length, 64, 32, 4096)) for length in (100, 90)]
+    >>> [EventPlan(length, 64, 32, 4096).next_event(0) for length in (100, 90)]
     [100, 96]
-    >>> [next(event_positions(90, 64, 32, 4096, phase)) for phase in (2**31, 2**32 - 1)]
+    >>> phases = 2**31, 2**32 - 1
+    >>> [EventPlan(90, 64, 32, 4096, phase).next_event(0) for phase in phases]
     [93, 91]
-    >>> positions = event_positions(9000, 2048, 512, 4096)
-    >>> [next(positions) for _ in range(4)]
+    >>> EventPlan(9000, 2048, 512, 4096).positions_up_to(9600)
     [4096, 8192, 9000, 9512]
-    >>> positions = event_positions(9000, 2048, 512, 4096, phase=2**30)
-    >>> [next(positions) for _ in range(4)]
+    >>> EventPlan(9000, 2048, 512, 4096, phase=2**30).positions_up_to(9600)
     [4096, 8192, 9000, 9384]
 
     Args:
@@ -76,18 +68,6 @@ def event_positions(
         phase: of the request, see `request_phase`.
         window_tokens: W <= I, newest queries that an event reads; 0 for none.
     """
-    plan = EventPlan(
-        prompt_len, budget, interval, prefill_interval, phase, window_tokens
-    )
-    position = plan.next_event(0)
-    while True:
-        yield position
-        position = plan.next_event(position + 1)
-
-
-@dataclass(frozen=True)
-class EventPlan:
-    """The event positions of one request in closed form; see `event_positions`."""
 
     prompt_len: int
     budget: int
@@ -138,6 +118,13 @@ class EventPlan:
         events_since = max(-(-(position - first) // self.interval), 0)
         return first + events_since * self.interval
 
+    def positions_up_to(self, num_tokens: int) -> list[int]:
+        """Return the event positions below `num_tokens`, for oracles and reports."""
+        found = [self.next_event(0)]
+        while found[-1] < num_tokens:
+            found.append(self.next_event(found[-1] + 1))
+        return found[:-1]
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -174,9 +161,6 @@ class Footprint:
     def window_tokens(self) -> int:
         """W, newest queries that an event reads; 0 for none."""
         return self.events.window_tokens
-
-    def blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def frontier_blocks(self, position: int) -> int:
         """Return F / N for an event at `position`; tokens at and above F are local."""
@@ -287,12 +271,6 @@ def worst_case_blocks(
     )
     decode = after_any_event(budget, recent, interval, block_size)
     return min(whole, max(-(-first // block_size), inside, decode)) + window
-
-
-def positions_up_to(plan: EventPlan, num_tokens: int) -> list[int]:
-    """Return the event positions below `num_tokens`, for oracles and reports."""
-    positions = event_positions(*astuple(plan))
-    return list(takewhile(lambda position: position < num_tokens, positions))
 
 
 def event_seed(ordinal: int, position: int) -> int:

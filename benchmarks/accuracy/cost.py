@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, options_of, split
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import Footprint, positions_up_to
+from vllm_kvpolicy.events import Footprint
 
 FROM_LENGTHS, FROM_SERVER = "lengths", "server"
 
@@ -134,7 +134,7 @@ def _planned(footprint: Footprint, last: int) -> Dropped:
             event,
             (footprint.frontier_blocks(event) - footprint.global_blocks(event)) * block,
         )
-        for event in positions_up_to(footprint.events, last)
+        for event in footprint.events.positions_up_to(last)
     ]
 
 

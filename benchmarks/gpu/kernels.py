@@ -19,6 +19,7 @@ from benchmarks.gpu.record import Record
 from benchmarks.gpu.timing import median_ms
 from vllm_kvpolicy.kernels.libraries import CUDA
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.preferences import has
 
 CHECKED = "1 event"
 SIZES = {
@@ -33,8 +34,7 @@ def implementations(label: str) -> list[str]:
     """Return what an operation can be run with here."""
     if not torch.cuda.is_available():
         return ["reference"]
-    operation = operations()[label.partition(",")[0]]
-    has_cuda = operation.preference.in_cuda and CUDA.path.exists()
+    has_cuda = has(label.partition(",")[0], "cuda") and CUDA.path.exists()
     return ["reference", "triton", *["cuda"] * has_cuda]
 
 

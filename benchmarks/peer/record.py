@@ -14,7 +14,6 @@ from benchmarks.peer.facts import Refusal, place_of
 from benchmarks.peer.joining import Read, against_ours, check_same
 from benchmarks.peer.ours import speeds_of
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.events import positions_up_to
 
 
 def assemble(folder: Path, facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,7 +156,7 @@ def kept_of(line: Line, settings: Line) -> list[int]:
         gone = plan.frontier_blocks(position) - plan.global_blocks(position)
         return position - gone * block
 
-    return [kept(position) for position in positions_up_to(plan.events, last)]
+    return [kept(position) for position in plan.events.positions_up_to(last)]
 
 
 def read(path: Path) -> tuple[Line, list[Line]]:

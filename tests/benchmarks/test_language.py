@@ -17,7 +17,7 @@ from benchmarks.language import losses, record, runs, texts
 from benchmarks.language.engines import Engine
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
-from vllm_kvpolicy.events import event_positions
+from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.policies.names import parse, resolve
 
 GRIDS = Path(language.__file__).parent.parent / "grids" / "language"
@@ -62,7 +62,7 @@ def test_texts_are_cut_to_length_and_differ(cache):
 
 @pytest.mark.parametrize("budget, interval", [(512, 256), (256, 64), (500, 256)])
 def test_losses_are_scored_from_the_first_event_of_a_prompt(budget, interval):
-    first = next(event_positions(4096, budget, interval, interval))
+    first = EventPlan(4096, budget, interval, interval).next_event(0)
     assert losses.first_event(budget, interval) == first
 
 

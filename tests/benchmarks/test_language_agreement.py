@@ -12,7 +12,7 @@ from benchmarks.language.agreement import ANSWER, PROMPT
 from benchmarks.language.losses import first_event
 from benchmarks.language.texts import Text
 from support.language_model import MadeUpAsker
-from vllm_kvpolicy.events import EventPlan, positions_up_to
+from vllm_kvpolicy.events import EventPlan
 
 TEXTS = [Text(f"novel-{n}", "novel", tuple(range(n, n + 600))) for n in (1, 2)]
 OTHERS = {1000 + token: math.log(0.01) for token in range(20)}
@@ -89,7 +89,7 @@ def test_a_later_run_compares_with_the_answers_that_are_on_file():
 @pytest.mark.parametrize(("budget", "interval"), [(256, 256), (512, 256), (384, 128)])
 def test_events_have_equal_places_where_the_budget_is_a_multiple(budget, interval):
     own, forced = (
-        positions_up_to(EventPlan(length, budget, interval, interval), 1024)
+        EventPlan(length, budget, interval, interval).positions_up_to(1024)
         for length in (PROMPT, PROMPT + ANSWER)
     )
     assert own == forced

@@ -17,7 +17,7 @@ from vllm_kvpolicy.block_manager.manager import (
     KVPolicyManager,
     KVPolicySpec,
 )
-from vllm_kvpolicy.events import EventPlan, Footprint, positions_up_to
+from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.policies.testing import exchanged, shuffled
 
 
@@ -75,7 +75,7 @@ def test_ownership_is_local_plus_global_at_every_step(place, keeps_all):
             assert not any(gap), "between the two pools there are only null blocks"
             assert engine.manager.pool_counts() == (local, state.global_blocks)
             peak = max(peak, len(held))
-        assert [event.position for event in seen] == positions_up_to(plan, position)
+        assert [event.position for event in seen] == plan.positions_up_to(position)
         assert peak == footprint.peak_blocks(position)
         engine.finish("a")
         assert engine.free == 200

@@ -8,7 +8,7 @@ import pytest
 
 from support.request_plans import request_plan
 from vllm_kvpolicy.block_manager.planner import Planner
-from vllm_kvpolicy.events import EventPlan, positions_up_to
+from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands
 from vllm_kvpolicy.sizes import PlannerLimits
 
@@ -183,7 +183,7 @@ def test_a_restarted_request_has_the_same_events_again():
                 assert event.ordinal == len(seen)
                 seen.append(event.position)
             computed += count
-        assert seen == positions_up_to(PLAN, 200)
+        assert seen == PLAN.positions_up_to(200)
         assert planner.num_global_blocks == 1 + incarnation
         planner.restart("a")
         assert planner.num_global_blocks == 0

@@ -373,10 +373,16 @@ def test_little_more_is_dropped_than_with_hindsight(model_config: ModelConfig) -
     assert ours <= 1.25 * best
 
 
+def gain(row: Row, budget: int) -> int:
+    """Return the superblocks that come back; 0 where an event is not worth it."""
+    kept = -(-(budget - row.local) // SIZE)
+    return max(row.whole - kept, 0) if row.held - budget >= row.spacing else 0
+
+
 def brute_force(rows: list[Row], lacking: int) -> int | None:
     """Return the highest level at which enough comes back, one by one."""
     for level in range(max(row.held for row in rows), -1, -1):
-        if sum(row.gain(max(level, row.floor), SIZE) for row in rows) >= lacking:
+        if sum(gain(row, max(level, row.floor)) for row in rows) >= lacking:
             return level
     return None
 
@@ -405,14 +411,14 @@ def test_the_level_is_the_highest_that_suffices() -> None:
         assert (found is None) == (level is None)
         if found is None:
             continue
-        assert sum(row.gain(budget, SIZE) for row, budget in found) >= lacking
+        assert sum(gain(row, budget) for row, budget in found) >= lacking
         assert all(budget == max(level, row.floor) for row, budget in found)
 
 
 def test_the_least_urgent_are_cut_first_and_to_their_floors() -> None:
     rng = random.Random(2)
     rows = [random_row(rng, str(n), priority=n % 2) for n in range(6)]
-    of_late = sum(row.gain(row.floor, SIZE) for row in rows if row.priority)
+    of_late = sum(gain(row, row.floor) for row in rows if row.priority)
     chosen = water_fill(rows, of_late, SIZE)
     assert chosen is not None and {row.priority for row, _ in chosen} == {1}
     more = water_fill(rows, of_late + 1, SIZE)
@@ -523,7 +529,7 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     pressure: Any = SimpleNamespace(
         planner=SimpleNamespace(limits=limits),
         forecast=SimpleNamespace(ahead=lambda last: np.array([70])),
-        lead=49,
+        lead_steps=49,
         notice=48,
         _effect=49,
         _most=lambda last, coming, first: 60,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.kernel_checks import check_operation
-from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, Size, operations
+from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, Size
 from support.twins_of_moves import *  # noqa: F403
 from support.twins_of_moves import make_pool
 from support.twins_of_page_tables import *  # noqa: F403
@@ -18,6 +18,7 @@ from support.twins_of_page_tables import POISON, table_arguments
 from support.worker.page_moves import check_moves, move_arguments, random_layout
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 from vllm_kvpolicy.kernels.page_tables import page_tables, page_tables_ref
+from vllm_kvpolicy.kernels.preferences import has
 
 # Beyond what 32 bits count, with or without a sign, in numbers and in bytes.
 DISTANCE = 2**32 + 64
@@ -52,11 +53,7 @@ def moved_far(near: torch.Tensor, distance: int = DISTANCE) -> torch.Tensor:
     return far
 
 
-IN_CUDA = [
-    label
-    for label in MAKERS
-    if operations()[label.partition(",")[0]].preference.in_cuda
-]
+IN_CUDA = [label for label in MAKERS if has(label.partition(",")[0], "cuda")]
 SIZES = {
     **SMALL_SIZES,
     "real": Size(1, 1, 2, 4, 1536, 128, 32, 1024, 16, torch.bfloat16),

@@ -13,7 +13,6 @@ from vllm_kvpolicy.kernels import cpu, cuda, dispatch, libraries, preferences
 from vllm_kvpolicy.kernels.dispatch import Operation, forced
 from vllm_kvpolicy.kernels.libraries import CPU, CUDA
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.preferences import Preference
 
 
 def double_ref(values: torch.Tensor, times: int = 1) -> torch.Tensor:
@@ -39,8 +38,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         )
 
     monkeypatch.setattr(dispatch, "import_module", load)
-    table = {**preferences.TABLE, "double": Preference(in_cuda=True, in_cpu=True)}
-    monkeypatch.setattr(dispatch, "TABLE", {**table, "triple": Preference()})
+    in_cpp = dict.fromkeys(("cuda", "cpu"), ("double",))
+    monkeypatch.setattr(preferences, "IN_CPP", in_cpp)
     return asked
 
 
@@ -171,7 +170,7 @@ def test_demands_that_can_be_met_are_not_refused(demand, monkeypatch) -> None:
 
 
 def test_the_line_names_every_operation(demand, built) -> None:
-    count = len(preferences.TABLE)
+    count = len(preferences.OPERATIONS)
     built(True)
     in_cpp, in_pytorch = preferences.summary("cpu").split("; ")
     assert in_cpp.startswith("C++ for ") and "window_usage" in in_cpp
@@ -188,10 +187,10 @@ def test_the_line_names_every_operation(demand, built) -> None:
     assert in_cuda == "CUDA C++ for compact_pages, page_tables"
     assert in_triton.startswith("Triton for assign_pages, best_pages, count_in_pages")
     names = f"{in_cuda}, {in_triton}".replace("Triton for", "").replace(",", "").split()
-    assert set(preferences.TABLE) <= set(names)
+    assert set(preferences.OPERATIONS) <= set(names)
 
 
-def test_the_table_has_a_row_for_every_operation_and_no_more() -> None:
+def test_the_table_names_every_operation_and_no_more() -> None:
     found = {}
     for stem in iter_modules(kernels.__path__):
         module = import_module(f"vllm_kvpolicy.kernels.{stem.name}")
@@ -200,9 +199,9 @@ def test_the_table_has_a_row_for_every_operation_and_no_more() -> None:
             for value in vars(module).values()
             if isinstance(value, Operation)
         }
-    assert set(found) == set(preferences.TABLE)
+    assert set(found) == set(preferences.OPERATIONS)
     for which, module in (("cuda", cuda), ("cpu", cpu)):
-        assert {name for name, row in preferences.TABLE.items() if row.has(which)} == {
+        assert set(preferences.IN_CPP[which]) == {
             name
             for name, value in vars(module).items()
             if getattr(value, "__module__", "") == module.__name__

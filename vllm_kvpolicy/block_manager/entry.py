@@ -124,14 +124,9 @@ class Entry:
         )
 
     @property
-    def _lead(self) -> int:
+    def _draft_slack(self) -> int:
         """Tokens by which a request may be ahead of its booking."""
         return self.manager.block_size if self.num_drafts else 0
-
-    @property
-    def _ahead(self) -> int:
-        """Tokens by which what it computes in a step may be ahead of its booking."""
-        return self._lead + self.num_drafts
 
     @property
     def _sliding(self) -> SlidingGroups:
@@ -165,7 +160,7 @@ class Entry:
         self._claim.take_turn(request)
         if state is not None:
             if state.plan.is_called:
-                self.planner.fold(request_id, None)
+                self.planner.plan_inside(request_id, None)
             levels, offset = self._levels(request, state, computed, num_new)
             may_enter = True
             if state.plan.is_called:
@@ -173,7 +168,7 @@ class Entry:
                 if not may_enter:
                     # Not whole, so with events inside its prompt, as in `always`.
                     first = computed + state.footprint.window_tokens + 1
-                    self.planner.fold(request_id, (first, request.num_tokens))
+                    self.planner.plan_inside(request_id, (first, request.num_tokens))
                     num_new = min(num_new, state.target - computed)
                     levels, offset = self._levels(request, state, computed, num_new)
                     may_enter = self._fits_by_floors(request, state, levels)
@@ -186,7 +181,7 @@ class Entry:
                 if state.plan.is_called:
                     if may_enter:
                         self.pressure.ask(request_id, self._soon(state, levels))
-                    self.planner.fold(request_id, None)
+                    self.planner.plan_inside(request_id, None)
                 self.num_held_back += 1
                 return 0
             self._entered.append(request_id)
@@ -206,7 +201,7 @@ class Entry:
         if booking.offset is None:
             as_expected = computed + num_new < request.num_tokens
         else:
-            as_expected = 0 <= computed - step - booking.offset <= self._lead
+            as_expected = 0 <= computed - step - booking.offset <= self._draft_slack
             as_expected &= computed + num_new <= self._last[request.request_id]
         if self.shared.is_over(request.request_id):
             self.shared.look_again(request.request_id)
@@ -302,7 +297,7 @@ class Entry:
         if not self.calls_events and not is_worth(held, room, request.num_tokens):
             return False
         if self.calls_events and held.max() > room:
-            lead = self.pressure.lead
+            lead = self.pressure.lead_steps
             reserve = int(self.pressure.reserve(lead).max())
             return int(held[: lead + 1].max()) + reserve <= room
         left = usable - staying - int(levels[0])
@@ -315,7 +310,7 @@ class Entry:
 
     def _soon(self, state: RequestState, levels: np.ndarray) -> int:
         """Return what a request holds until an event that is called now has passed."""
-        soon = int(levels[: self.pressure.lead + 1].max())
+        soon = int(levels[: self.pressure.lead_steps + 1].max())
         return soon + state.footprint.window_blocks
 
     def _fits_by_floors(
@@ -390,9 +385,11 @@ class Entry:
             levels = np.maximum.accumulate(levels) + self._sliding.most_blocks(last)
             return levels, None
         positions = computed, end, min(last, end + HORIZON)
-        levels = computed_levels(footprint, positions, self._ahead, course).copy()
+        slack = self._draft_slack
+        ahead = slack + self.num_drafts
+        levels = computed_levels(footprint, positions, ahead, course).copy()
         shared = self.shared.of(request.request_id)
-        first_event = state.first_event - self._lead  # as soon as it may come
+        first_event = state.first_event - slack  # as soon as it may come
         num_before = min(first_event - end + 1, shared.until - self.forecast.step)
         levels[: max(num_before, 0)] -= shared.loose
         if self._sliding.count:

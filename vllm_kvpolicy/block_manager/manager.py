@@ -19,11 +19,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
-from vllm_kvpolicy.block_manager.sliding import (
-    NO_SLIDING,
-    SlidingBlocks,
-    held_by_no_others,
-)
+from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, held_by_no_others
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
@@ -45,11 +41,17 @@ class Offers:
         # By request with an event, how many entries it had offered before its first.
         self._ended: dict[str, int] = {}
 
-    def offer(self, request_id: str, cache_blocks: Callable[[], None]) -> None:
+    def offer(
+        self,
+        request_id: str,
+        cache_blocks: Callable[..., None],
+        *args: Any,
+        **options: Any,
+    ) -> None:
         """Call vLLM's `cache_blocks`; note what it has offered."""
         known = self._manager.num_cached_block
         before = known.get(request_id, 0)
-        cache_blocks()
+        cache_blocks(*args, **options)
         if known.get(request_id, 0) > before:
             self._first.setdefault(request_id, before)
 
@@ -126,16 +128,9 @@ class SlidingOffers(Offers):
             num_tokens = min(num_tokens, state.first_event)
             last = state.usable_hit(request.num_prompt_tokens - 1)
             replay_boundaries = (*replay_boundaries, last)
-
-        def cache_blocks() -> None:
-            self._stock(
-                request,
-                num_tokens,
-                retention_interval,
-                replay_boundaries=replay_boundaries,
-            )
-
-        self.offer(request.request_id, cache_blocks)
+        given = request, num_tokens, retention_interval
+        options = {"replay_boundaries": replay_boundaries}
+        self.offer(request.request_id, self._stock, *given, **options)
 
 
 class Turnover:
@@ -232,7 +227,7 @@ class KVPolicyManager(FullAttentionManager):
     def attach(
         self,
         planner: Planner,
-        sliding: SlidingBlocks = NO_SLIDING,
+        sliding: SlidingBlocks,
         place: Callable[..., list[KVCacheBlock]] | None = None,
     ) -> None:
         """Connect to the engine's planner; the scheduler does so once.
@@ -276,16 +271,9 @@ class KVPolicyManager(FullAttentionManager):
         is_whole = self.block_size == self.block_pool.hash_block_size
         if is_whole and num_tokens // self.block_size <= num_cached:
             return
-        stock = super().cache_blocks
-        self.offers[0].offer(
-            request_id,
-            lambda: stock(
-                request,
-                num_tokens,
-                retention_interval,
-                replay_boundaries=replay_boundaries,
-            ),
-        )
+        given = request, num_tokens, retention_interval
+        options = {"replay_boundaries": replay_boundaries}
+        self.offers[0].offer(request_id, super().cache_blocks, *given, **options)
 
     def withdraw(self, request_id: str) -> None:
         """Take out of the prefix cache what a request was about to compute."""
@@ -365,7 +353,11 @@ class KVPolicyManager(FullAttentionManager):
         )
 
     def _turnover(self, request_id: str, state: RequestState) -> Turnover:
-        """Return what the event of this step takes from the pool and gives back."""
+        """Return what the event of this step takes from the pool and gives back.
+
+        Asked for when vLLM counts what a step takes, and when the event runs. Nothing
+        that it depends on may change between: the count would be another.
+        """
         blocks, pinned = self.req_to_blocks[request_id], state.pinned
         frontier = state.footprint.frontier_blocks(state.computed)
         known = max(state.frontier_blocks, pinned)

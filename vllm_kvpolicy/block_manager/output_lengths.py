@@ -15,9 +15,8 @@ from vllm.v1.request import Request, RequestStatus
 REMEMBERED = 512  # answers
 ENOUGH = 20  # answers, before anything is concluded from them
 OUTLIVING = 0.1  # share of answers that may be longer than expected
-LOOKAHEAD = (
-    256  # tokens that an answer is expected to go on for as long as few are known
-)
+# Tokens that an answer is expected to go on for as long as few are known.
+LOOKAHEAD = 256
 
 
 @dataclass

@@ -99,7 +99,7 @@ class RequestState:
         passed: position of the last event, -1 before the first.
         first_passed: position of the first event, -1 before it.
         call: the event that has been called for, until it has run.
-        folds: first and last + 1 of the positions at which it has events as inside a
+        inside: first and last + 1 of the positions at which it has events as inside a
             prompt, because what it begins with does not fit whole; None for none.
         most_held: most superblocks held just before some were given back.
         dropped: by serial, the position of each event, how many tokens had been
@@ -120,7 +120,7 @@ class RequestState:
     passed: int = -1
     first_passed: int = -1
     call: Call | None = None
-    folds: tuple[int, int] | None = None
+    inside: tuple[int, int] | None = None
     most_held: int = 0
     dropped: dict[int, tuple[int, float, int]] = field(default_factory=dict)
     earlier: tuple[tuple[int, float, int], ...] = ()
@@ -132,7 +132,7 @@ class RequestState:
 
     def usable_hit(self, num_cached: int) -> int:
         """Return how many cached tokens it takes: all, without events in its prompt."""
-        is_whole = self.plan.is_called and self.plan.takes_hits and self.folds is None
+        is_whole = self.plan.is_called and self.plan.takes_hits and self.inside is None
         return num_cached if is_whole else self.plan.usable_hit(num_cached)
 
     def next_event(self, position: int) -> int:
@@ -140,14 +140,14 @@ class RequestState:
         events = self.footprint.events
         if not self.plan.is_called:
             return events.next_event(position)
-        inside = NO_STEP
-        if self.folds is not None:
-            first, end = self.folds
-            inside = events.next_inside(max(position, first))
-            inside = inside if inside < end else NO_STEP
+        found = NO_STEP
+        if self.inside is not None:
+            first, end = self.inside
+            found = events.next_inside(max(position, first))
+            found = found if found < end else NO_STEP
         if self.call is not None and self.call.position >= position:
-            return min(inside, self.call.position)
-        return inside
+            return min(found, self.call.position)
+        return found
 
     @property
     def first_event(self) -> int:
@@ -309,10 +309,10 @@ class Planner:
         self.restart(request_id)
         self.states.pop(request_id, None)
 
-    def fold(self, request_id: str, folds: tuple[int, int] | None) -> None:
+    def plan_inside(self, request_id: str, inside: tuple[int, int] | None) -> None:
         """Give a request that enters events as inside a prompt, or none."""
         state = self.states[request_id]
-        state.folds = folds
+        state.inside = inside
         state.target = state.next_event(state.computed)
 
     def call(self, request_id: str, call: Call) -> None:
@@ -498,7 +498,7 @@ class Planner:
         state = self.states.get(request_id)
         if state is None:
             return None
-        if state.plan.is_called and state.folds is None:
+        if state.plan.is_called and state.inside is None:
             return -(-num_tokens // state.footprint.block_size) - num_shared
         return state.footprint.peak_blocks(num_tokens, num_shared)
 

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,22 +27,10 @@ from vllm_kvpolicy.block_manager.forecast import (
 )
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
-from vllm_kvpolicy.events import NO_STEP, after_event
+from vllm_kvpolicy.events import after_event
 from vllm_kvpolicy.observe.metrics import CEILING, ENTERING, GROWTH, PRIORITY
 
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a request needs to enter that could not.
-
-    Args:
-        num_blocks: superblocks that it holds while it computes its prompt.
-    """
-
-    request_id: str
-    num_blocks: int
 
 
 @dataclass
@@ -63,7 +50,8 @@ class Pressure:
         by_priority: less urgent requests are cut first.
 
     Attributes:
-        level: tokens per KV head to which the last calls have cut; None before any.
+        level: tokens per KV head to which the last calls have cut, what is pinned not
+            included; None before any.
         num_calls: by cause.
     """
 
@@ -84,7 +72,9 @@ class Pressure:
     num_calls: Counter[str] = field(default_factory=Counter)
     # What all hold that are cut to their floors as often as they may be.
     at_floors: Forecast = field(default_factory=lambda: Forecast(dtype=np.float64))
-    _demand: Demand | None = None
+    # Superblocks that one needs, while it computes its prompt, that could not enter.
+    _demand: dict[str, int] = field(default_factory=dict)
+    # By running request, superblocks that it holds at its floor, on the average.
     _floors: dict[str, float] = field(default_factory=dict)
     # Of running requests: the share of time in which a window is open and its
     # superblocks, what they make together, and those that have been called for.
@@ -95,7 +85,7 @@ class Pressure:
     # -- who may enter --------------------------------------------------------------
 
     @property
-    def lead(self) -> int:
+    def lead_steps(self) -> int:
         """Steps from a call to the last of the events that are called for with it."""
         rounds = len(self.running) // self.planner.limits.events_per_step
         return self._effect + rounds
@@ -127,7 +117,7 @@ class Pressure:
         return found.clip(0)
 
     def floor(self, state: RequestState, last: int, in_prompt: bool = True) -> float:
-        """Return what a request holds that is cut to its floor as often as it may be.
+        """Return the superblocks of one that is cut to its floor as often as it may be.
 
         On the average, as others are cut at other times.
 
@@ -143,8 +133,8 @@ class Pressure:
         share = footprint.window_tokens / state.spacing  # of the time one is open
         held = held_at_floor(*at, footprint.block_size)
         mean = held + share * footprint.window_blocks
-        if state.folds is not None and in_prompt:
-            mean = max(mean, course_peak(footprint, state.course(), state.folds[1]))
+        if state.inside is not None and in_prompt:
+            mean = max(mean, course_peak(footprint, state.course(), state.inside[1]))
         return mean + beside
 
     def fits(
@@ -161,12 +151,13 @@ class Pressure:
         Args:
             known: its tokens when it enters.
             levels: [S] int64, superblocks that it holds if it is not cut.
-            floor: that it holds at its floor.
+            floor: superblocks that it holds at its floor.
             pins: [any], of them pinned ones that others account for.
             soon: that it holds until an event that is called now has passed.
         """
         levels = at_floor(levels, floor, pins)
-        levels[: self.lead + 1] = np.maximum(levels[: self.lead + 1], soon)
+        steps = self.lead_steps + 1
+        levels[:steps] = np.maximum(levels[:steps], soon)
         usable = self.manager.num_usable - self.unforeseen()
         return is_worth(self.at_floors.beside(levels, leaving), usable, known)
 
@@ -203,8 +194,8 @@ class Pressure:
         self._wanted = None
 
     def ask(self, request_id: str, num_blocks: int) -> None:
-        """Ask for room for a request that waits; the next step calls for it."""
-        self._demand = Demand(request_id, num_blocks)
+        """Ask for superblocks for a request that waits; the next step calls for it."""
+        self._demand = {request_id: num_blocks}
 
     # -- calls ------------------------------------------------------------------------
 
@@ -214,22 +205,23 @@ class Pressure:
         Args:
             waiting: requests that may enter if there is room, first ones first.
         """
-        demand, self._demand = self._demand, None
+        demand, self._demand = self._demand, {}
         if self.running:
             self._make_room(waiting, demand)
             self._cut_to_ceilings()
 
-    def _make_room(self, waiting: Sequence[Request], demand: Demand | None) -> None:
+    def _make_room(self, waiting: Sequence[Request], demand: dict[str, int]) -> None:
         most, taken = self.forecast.most(), self.manager.num_taken
         if not waiting and most + taken <= self.manager.num_usable:
             return  # without a look at what no booking accounts for
         usable = self.manager.num_usable - self.unforeseen()
         if not waiting and most <= usable:
             return
-        no_one = np.zeros(self.lead + 1, np.int64)
-        is_short = self._most(self.lead, no_one) > usable
+        lead = self.lead_steps
+        no_one = np.zeros(lead + 1, np.int64)
+        is_short = self._most(lead, no_one) > usable
         coming = self._coming(waiting, demand) if waiting else no_one
-        if not is_short and self._most(self.lead, coming) <= usable:
+        if not is_short and self._most(lead, coming) <= usable:
             return
         rows = [row for row in map(self._row, self.running) if row is not None]
         if not rows:
@@ -267,13 +259,13 @@ class Pressure:
         self.rebook(request_id)
         self.num_calls[cause] += 1
 
-    def _coming(self, waiting: Sequence[Request], demand: Demand | None) -> np.ndarray:
+    def _coming(self, waiting: Sequence[Request], demand: dict[str, int]) -> np.ndarray:
         """Return [lead + 1] int64: what those who wait will hold in steps to come.
 
         They enter one after the other, as far as there is room beside all floors, each
         when the prompts of those before it have been computed.
         """
-        lead, size = self.lead, self.manager.block_size
+        lead, size = self.lead_steps, self.manager.block_size
         sizes = self.manager.sliding.sizes
         coming, tokens = np.zeros(lead + 1, np.int64), 0
         room = self.manager.num_usable - self.unforeseen()
@@ -299,8 +291,8 @@ class Pressure:
             short, both = sorted((held, more), key=len)
             both = both.copy()
             both[: len(short)] += short
-            if demand is not None and demand.request_id == request.request_id:
-                num_blocks = demand.num_blocks
+            if request.request_id in demand:
+                num_blocks = demand[request.request_id]
             elif is_worth(self.at_floors.beside(both), room, known):
                 num_blocks -= cached
             else:
@@ -344,9 +336,9 @@ class Pressure:
         position = state.soonest_call
         # The last queries of a prompt know best what it needs, and are there soon.
         known = request.num_tokens
-        if position <= known <= state.computed + self.lead * self.step_tokens:
+        if position <= known <= state.computed + self.lead_steps * self.step_tokens:
             position = known
-        elif position > state.computed + self.lead:
+        elif position > state.computed + self.lead_steps:
             return None  # it had its last event just now
         footprint, pinned = state.footprint, state.pinned
         # An event inside a prompt may come before, or begin to read queries before.
@@ -371,7 +363,7 @@ class Pressure:
             shared=shared,
             pinned=state.pinned_tokens,
             wait=position - state.computed,
-            ends=position + self.lead >= most,
+            ends=position + self.lead_steps >= most,
         )
 
     def _call(
@@ -384,18 +376,19 @@ class Pressure:
         """
         size = self.planner.limits.block_size
         chosen = self._to_level([row for row in rows if not row.ends], usable, coming)
-        lacking = self._most(self.lead + self.notice, coming, self._effect) - usable
+        last = self.lead_steps + self.notice
+        lacking = self._most(last, coming, self._effect) - usable
         if lacking <= 0 or not chosen:
             lacking = int(self.forecast.ahead(0).max(initial=0)) - usable
-            at_once = [(row, row.floor) for row in rows if not row.wait]
-            chosen = [each for each in at_once if each[0].gain(each[1], size)]
+            at_once = [row for row in rows if not row.wait]
+            chosen = Levels(at_once, size).cut_to(0)
             chosen.sort(key=by_urgency)
         if lacking <= 0 or not chosen:
             return
         # The others are cut when they are due, so that few windows are open at once.
-        gains = accumulate(row.gain(budget, size) for row, budget in chosen)
-        enough = next((i for i, gain in enumerate(gains) if gain >= lacking), NO_STEP)
-        del chosen[enough + 1 :]
+        budgets = np.array([budget for _, budget in chosen])
+        gains = Levels([row for row, _ in chosen], size).gains(budgets)
+        del chosen[int(np.searchsorted(gains.cumsum(), lacking)) + 1 :]
         self.level = min(budget for _, budget in chosen)
         for place, (row, budget) in enumerate(chosen):
             delay = place // self.planner.limits.events_per_step
@@ -414,14 +407,14 @@ class Pressure:
         )
         size, first = self.planner.limits.block_size, self._effect
         for share in SHARES:
-            last = self.lead + interval // share
+            last = self.lead_steps + interval // share
             chosen = water_fill(rows, self._most(last, coming, first) - usable, size)
             if chosen is not None:
                 break
         else:
             # Superblocks that several hold come back when all of these have been cut.
             alone = [replace(row, whole=row.whole + row.shared) for row in rows]
-            chosen = [(row, row.floor) for row in alone if row.gain(row.floor, size)]
+            chosen = Levels(alone, size).cut_to(0)
         return sorted(chosen, key=by_urgency)
 
 
@@ -433,7 +426,7 @@ def at_floor(levels: np.ndarray, floor: float, pins: np.ndarray) -> np.ndarray:
 
     Args:
         levels: [S], what it holds if it is not cut, less what others account for.
-        floor: all that it holds at its floor.
+        floor: all superblocks that it holds at its floor.
         pins: [any], what others account for of that, in the first steps.
     """
     most = np.full(len(levels), floor)
@@ -463,7 +456,7 @@ class Row:
     Args:
         position: of its event.
         held: tokens per KV head that it would hold there behind what is pinned.
-        floor: K, fewest of these to which it is cut.
+        floor: K, fewest of these tokens to which it is cut.
         spacing: fewest tokens that an event drops.
         local: tokens behind the frontier there.
         whole: superblocks between what is pinned and the frontier, less those that
@@ -486,16 +479,6 @@ class Row:
     pinned: int = 0
     wait: int = 0
     ends: bool = False
-
-    def gain(self, budget: int, size: int) -> int:
-        """Return the superblocks that an event gives back; 0 where it is not worth it.
-
-        Args:
-            size: N, tokens per superblock.
-        """
-        if self.held - budget < self.spacing:
-            return 0
-        return max(self.whole - -(-(budget - self.local) // size), 0)
 
 
 def by_urgency(each: tuple[Row, int]) -> tuple[int, int]:
@@ -544,15 +527,17 @@ class Levels:
 
     def __init__(self, rows: list[Row], size: int) -> None:
         self.rows, self.size = rows, size
-        columns = zip(
-            *((row.held, row.floor, row.spacing, row.local, row.whole) for row in rows),
-            strict=True,
-        )
-        self.held, self.floor, self.spacing, self.local, self.whole = map(
-            np.array, columns
+        columns = [(r.held, r.floor, r.spacing, r.local, r.whole) for r in rows]
+        self.held, self.floor, self.spacing, self.local, self.whole = (
+            np.array(columns, np.int64).reshape(-1, 5).T
         )
 
-    def _gains(self, level: int) -> np.ndarray:
+    def gains(self, level: int | np.ndarray) -> np.ndarray:
+        """Return [R] superblocks that an event gives back; 0 where it is not worth it.
+
+        Args:
+            level: tokens; one for all rows, or [R].
+        """
         budget = np.maximum(self.floor, level)
         kept = -(-(budget - self.local) // self.size)
         is_worth = self.held - budget >= self.spacing
@@ -560,7 +545,7 @@ class Levels:
 
     def gain(self, level: int) -> int:
         """Return the superblocks that come back at a level."""
-        return int(self._gains(level).sum())
+        return int(self.gains(level).sum())
 
     def highest(self, lacking: int) -> int | None:
         """Return the highest level at which enough comes back; None for none."""
@@ -579,5 +564,5 @@ class Levels:
 
     def cut_to(self, level: int) -> list[tuple[Row, int]]:
         """Return those who are cut at a level, and to what."""
-        gains, budget = self._gains(level), np.maximum(self.floor, level)
+        gains, budget = self.gains(level), np.maximum(self.floor, level)
         return [(self.rows[i], int(budget[i])) for i in np.flatnonzero(gains)]

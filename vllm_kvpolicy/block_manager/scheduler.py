@@ -305,11 +305,22 @@ class KVPolicySchedulerMixin(CountingMixin):
         num_new_tokens = super()._reserve_prefill_lookahead(
             request, num_computed_tokens, num_new_tokens
         )
-        num_new_tokens = self._clip(request, num_computed_tokens, num_new_tokens)
-        self._is_closed |= (
-            num_new_tokens <= 0 and request.status != RequestStatus.RUNNING
-        )
-        return num_new_tokens
+        planner, entry = self.kv_policy_planner, self.kv_policy_entry
+        is_running = request.status == RequestStatus.RUNNING
+        computed = num_computed_tokens
+        count = planner.clip(request.request_id, computed, num_new_tokens)
+        if count > 0:
+            if is_running:
+                count = entry.allowed(request, computed, count, self._victim)
+            else:
+                outranked = self._outranked(request)
+                count = entry.admits(request, computed, count, outranked)
+            if count <= 0:
+                planner.sit_out(request.request_id)
+            elif is_running:
+                entry.follow(request, computed, count)
+        self._is_closed |= count <= 0 and not is_running
+        return count
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
         """Return whether a waiting request may be looked at in this step.
@@ -319,27 +330,6 @@ class KVPolicySchedulerMixin(CountingMixin):
         0.33 goes on to the next.
         """
         return not self._is_closed and super()._handle_blocked_waiting_request(request)
-
-    def _clip(
-        self, request: Request, num_computed_tokens: int, num_new_tokens: int
-    ) -> int:
-        """Return how many tokens a request computes in this step."""
-        request_id, entry = request.request_id, self.kv_policy_entry
-        num_new_tokens = self.kv_policy_planner.clip(
-            request_id, num_computed_tokens, num_new_tokens
-        )
-        if num_new_tokens <= 0:
-            return num_new_tokens
-        wanted = request, num_computed_tokens, num_new_tokens
-        if request.status != RequestStatus.RUNNING:
-            num_new_tokens = entry.admits(*wanted, self._outranked(request))
-        else:
-            num_new_tokens = entry.allowed(*wanted, self._victim)
-        if num_new_tokens <= 0:
-            self.kv_policy_planner.sit_out(request_id)
-        elif request.status == RequestStatus.RUNNING:
-            entry.follow(request, num_computed_tokens, num_new_tokens)
-        return num_new_tokens
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Pause or go on; while paused, nobody makes way for a request that waits."""
@@ -487,7 +477,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         """Stop; what the engine tells others ends with it."""
         super().shutdown()
         if self.kv_policy_snapshots is not None:
-            self.kv_policy_snapshots.close()
+            self.kv_policy_snapshots.ring.remove()
 
 
 class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):

@@ -20,7 +20,7 @@ class SlidingBlocks:
             that have ended; what lies behind their window comes back.
     """
 
-    sizes: SlidingGroups
+    sizes: SlidingGroups = SlidingGroups(0, 0, 0, 1, 1, 0)  # none
     managers: Sequence[Any] = ()
     num_processed: Callable[[str], int] = lambda request_id: 0
 
@@ -108,6 +108,3 @@ def run_events_first(coordinator: KVCacheCoordinator, own: Any) -> None:
         return allocate(request_id, *args, **options)
 
     coordinator.allocate_new_blocks = allocate_new_blocks  # type: ignore[method-assign]
-
-
-NO_SLIDING = SlidingBlocks(SlidingGroups(0, 0, 0, 1, 1, 0))

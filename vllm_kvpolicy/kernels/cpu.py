@@ -20,7 +20,6 @@ from vllm_kvpolicy.kernels.compact_pages import Moves, slice_width
 from vllm_kvpolicy.kernels.libraries import CPU
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_reductions import check_squares
 from vllm_kvpolicy.kernels.segment_quota import (
     SegmentQuotas,
     check_exact,
@@ -30,7 +29,6 @@ from vllm_kvpolicy.kernels.segment_quota import (
 from vllm_kvpolicy.kernels.softmax import effective_window
 from vllm_kvpolicy.kernels.window_usage import (
     WindowUsage,
-    check_pooling,
     check_window,
     pooled_usage_ref,
 )
@@ -77,9 +75,8 @@ def pooled_usage(
     pool_kernel: int = 5,
     suffix_pad: str = "max",
 ) -> Tensor:
-    """Pad with "max" or nothing; the reference does "mean" and "global"."""
-    check_pooling(pool_kernel, suffix_pad)
-    if suffix_pad in ("mean", "global"):
+    """Pad with "max" or nothing; the reference does "mean"."""
+    if suffix_pad == "mean":
         return pooled_usage_ref(usage, lengths, window, pool_kernel, suffix_pad)
     pooled = usage.new_empty(usage.shape)
     rows = as_rows(pooled), as_rows(usage), lengths.reshape(-1), window.reshape(-1)
@@ -97,7 +94,6 @@ def paged_quadratics(
     keys: PagedTokens, lengths: Tensor, directions: Tensor, matrices: Tensor
 ) -> Tensor:
     """Of the matrices only the half on and right of the diagonal is read."""
-    check_squares(keys, directions, matrices)
     shape = (*directions.shape[:3], keys.num_tokens)
     values = lengths.new_zeros(shape, dtype=torch.float32)
     given = directions.contiguous(), matrices.contiguous()

@@ -13,7 +13,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from vllm_kvpolicy.kernels.preferences import IMPLEMENTATIONS, TABLE, implementation_of
+from vllm_kvpolicy.kernels.preferences import IMPLEMENTATIONS, has, implementation_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,10 +24,9 @@ class Operation(Generic[P, R]):
     """Calls the implementation for the device of its first tensor.
 
     Args:
-        reference: a function called NAME_ref, in module kernels.STEM. NAME has a row in
-            `preferences.TABLE`, or a KeyError is raised. Its twins are NAME in
-            kernels.triton.STEM and, where the row says so, in kernels.cuda and
-            kernels.cpu.
+        reference: a function called NAME_ref, in module kernels.STEM. NAME is one of
+            `preferences.OPERATIONS`. Its twins are NAME in kernels.triton.STEM and,
+            where `preferences.IN_CPP` says so, in kernels.cuda and kernels.cpu.
 
     Attributes:
         calls: how often each implementation has run in this process.
@@ -38,14 +37,13 @@ class Operation(Generic[P, R]):
         self.reference = reference
         self.name = self.__name__ = reference.__name__.removesuffix("_ref")
         self.stem = reference.__module__.rpartition(".")[2]
-        self.preference = TABLE[self.name]
         self.calls: Counter[str] = Counter()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the implementation that is forced, demanded or preferred."""
         which = _forced.get()
-        if which is None or not self.preference.has(which):
-            which = implementation_of(self.preference, _device(args).type)
+        if which is None or not has(self.name, which):
+            which = implementation_of(self.name, _device(args).type)
         self.calls[which] += 1
         return self.implementation(which)(*args, **kwargs)
 

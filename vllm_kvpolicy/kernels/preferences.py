@@ -1,15 +1,12 @@
 """Which implementation each operation runs: one table, and what a user may demand.
 
 On a CPU an operation runs its twin in C++ where it has one and the package was built
-with them, else its PyTorch reference. On a GPU it runs Triton, unless committed timings
-of both say that CUDA C++ is faster. The environment variable KVPOLICY_KERNELS demands
-one implementation; an operation without a CUDA twin
-runs Triton where CUDA C++ is demanded, and one without a twin for the CPU its
-reference. A demand that this machine cannot meet is refused at start-up.
+with them, else its PyTorch reference. On a GPU it runs Triton. The environment variable
+KVPOLICY_KERNELS demands one implementation; an operation without a CUDA twin runs
+Triton where CUDA C++ is demanded, and one without a twin for the CPU its reference. A
+demand that this machine cannot meet is refused at start-up.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 
@@ -23,61 +20,31 @@ LABELS = {
     "cuda": "CUDA C++",
     "cpu": "C++",
 }
-
-
-@dataclass(frozen=True)
-class Preference:
-    """What one operation has in addition to its reference and its twin in Triton.
-
-    Args:
-        in_cuda: there is a twin in CUDA C++.
-        in_cpu: there is a twin in C++ for the CPU.
-    """
-
-    in_cuda: bool = False
-    in_cpu: bool = False
-
-    def has(self, which: str) -> bool:
-        """Return whether there is such an implementation, one of `IMPLEMENTATIONS`."""
-        return {"cuda": self.in_cuda, "cpu": self.in_cpu}.get(which, True)
-
-
-TABLE: Mapping[str, Preference] = {
-    "assign_pages": Preference(),
-    "best_pages": Preference(),
-    "compact_pages": Preference(in_cuda=True, in_cpu=True),
-    "count_in_pages": Preference(),
-    "credited_mass": Preference(in_cpu=True),
-    "enter_page_lists": Preference(),
-    "enter_requests": Preference(),
-    "fill_next_best": Preference(in_cpu=True),
-    "head_page_tables": Preference(),
-    "limit_must_keep": Preference(in_cpu=True),
-    "list_survivors": Preference(in_cpu=True),
-    "must_keep_tokens": Preference(in_cpu=True),
-    "page_bounds": Preference(),
-    "page_quota": Preference(),
-    "page_scores": Preference(),
-    "page_tables": Preference(in_cuda=True),
-    "paged_cosines": Preference(),
-    "paged_gates": Preference(),
-    "paged_norms": Preference(in_cpu=True),
-    "paged_pair_projections": Preference(),
-    "paged_projections": Preference(),
-    "paged_quadratics": Preference(in_cpu=True),
-    "pick_by_quota": Preference(in_cpu=True),
-    "pooled_usage": Preference(in_cpu=True),
-    "read_survivors": Preference(in_cpu=True),
-    "resize": Preference(in_cpu=True),
-    "save_rows": Preference(),
-    "segment_quota": Preference(in_cpu=True),
-    "survivor_moves": Preference(in_cpu=True),
-    "top_k_mask": Preference(in_cpu=True),
-    "until_attention": Preference(),
-    "window_usage": Preference(in_cpu=True),
-    "write_survivors": Preference(in_cpu=True),
-    "write_until": Preference(),
+OPERATIONS = (
+    *("assign_pages", "best_pages", "compact_pages", "count_in_pages", "credited_mass"),
+    *("enter_page_lists", "enter_requests", "fill_next_best", "head_page_tables"),
+    *("limit_must_keep", "list_survivors", "must_keep_tokens", "page_bounds"),
+    *("page_quota", "page_scores", "page_tables", "paged_cosines", "paged_gates"),
+    *("paged_norms", "paged_pair_projections", "paged_projections", "paged_quadratics"),
+    *("pick_by_quota", "pooled_usage", "read_survivors", "resize", "save_rows"),
+    *("segment_quota", "survivor_moves", "top_k_mask", "until_attention"),
+    *("window_usage", "write_survivors", "write_until"),
+)
+# Beside the reference and the twin in Triton, which all of them have.
+IN_CPP = {
+    "cuda": ("compact_pages", "page_tables"),
+    "cpu": (
+        *("compact_pages", "credited_mass", "fill_next_best", "limit_must_keep"),
+        *("list_survivors", "must_keep_tokens", "paged_norms", "paged_quadratics"),
+        *("pick_by_quota", "pooled_usage", "read_survivors", "resize", "segment_quota"),
+        *("survivor_moves", "top_k_mask", "window_usage", "write_survivors"),
+    ),
 }
+
+
+def has(name: str, which: str) -> bool:
+    """Return whether an operation has an implementation, one of `IMPLEMENTATIONS`."""
+    return which not in IN_CPP or name in IN_CPP[which]
 
 
 @cache
@@ -106,18 +73,18 @@ def why_not_in_cpp() -> str | None:
     return None
 
 
-def implementation_of(preference: Preference, device_type: str) -> str:
+def implementation_of(name: str, device_type: str) -> str:
     """Return the implementation that an operation runs on a `torch.device.type`.
 
     What is neither "cpu" nor "cuda" runs the reference.
     """
     if device_type == "cpu":
-        is_wanted = preference.in_cpu and demanded() in (None, "cpu")
+        is_wanted = has(name, "cpu") and demanded() in (None, "cpu")
         return "cpu" if is_wanted and why_not_in_cpp() is None else "reference"
     if device_type != "cuda":
         return "reference"
     wanted = demanded() or "triton"
-    return wanted if preference.has(wanted) else "triton"
+    return wanted if has(name, wanted) else "triton"
 
 
 def unmet_demands(platform: str) -> list[str]:
@@ -160,13 +127,13 @@ def summary(device_type: str) -> str:
     On a CPU without the twins in C++ it also says why.
     """
     names: dict[str, list[str]] = {}
-    for name, preference in TABLE.items():
-        names.setdefault(implementation_of(preference, device_type), []).append(name)
+    for name in OPERATIONS:
+        names.setdefault(implementation_of(name, device_type), []).append(name)
     if len(names) > 1:
         return "; ".join(
             f"{LABELS[which]} for {', '.join(names[which])}" for which in sorted(names)
         )
-    line = f"{LABELS[next(iter(names))]} for all {len(TABLE)} operations"
+    line = f"{LABELS[next(iter(names))]} for all {len(OPERATIONS)} operations"
     if device_type != "cpu" or demanded() == "reference":
         return line
     return f"{line}; {why_not_in_cpp()}"

@@ -5,7 +5,7 @@ https://github.com/EIT-NLP/AdaptiveMassSegment/blob/7eb32cd75600c55888f223dddd28
 Deviations: every query is at its own position (theirs rotates the whole window to the
 current one); all sums are fp32 or fp64 (theirs rounds to the model dtype); the newest
 entries get a value per (request, KV head) (theirs takes the maximum over every head of
-every request, available as "global"); learned sinks, as gpt-oss has them
+every request); learned sinks, as gpt-oss has them
 (https://github.com/openai/gpt-oss/blob/main/gpt_oss/torch/model.py), take their share.
 """
 
@@ -20,18 +20,6 @@ from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.nucleus import row_nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import effective_window, softmax, window_logits
-
-SUFFIX_PADS = ("max", "mean", "none", "global")
-
-
-def check_pooling(pool_kernel: int, suffix_pad: str) -> None:
-    """Raise ValueError for what `pooled_usage` does not take."""
-    if suffix_pad not in SUFFIX_PADS:
-        raise ValueError(
-            f"suffix_pad: expected one of {SUFFIX_PADS}, got {suffix_pad!r}"
-        )
-    if pool_kernel < 1 or pool_kernel % 2 == 0:
-        raise ValueError(f"pool_kernel: expected an odd number >= 1, got {pool_kernel}")
 
 
 def pooled_usage_ref(
@@ -50,17 +38,11 @@ def pooled_usage_ref(
         pool_kernel: odd; average over that many neighbours among the older keys, where
             neighbours outside count as zero. 1 does not pool.
         suffix_pad: what the newest entries hold, per (request, head): the "max" or
-            "mean" of the pooled older ones, or 0 with "none". "global" is the maximum
-            over all heads of all requests: it couples requests, so only comparisons
-            with the authors' code should ask for it.
+            "mean" of the pooled older ones, or 0 with "none".
 
     Returns:
         [E, L, H, T], same dtype as `usage`; zero on padding.
-
-    Raises:
-        ValueError: unknown `suffix_pad`, or an even or non-positive `pool_kernel`.
     """
-    check_pooling(pool_kernel, suffix_pad)
     position = torch.arange(usage.shape[-1], device=usage.device)
     num_older = (lengths - window)[..., None]
     is_older = position < num_older  # [E, L, H, T]
@@ -77,8 +59,6 @@ def pooled_usage_ref(
         value = (total / num_older.clamp(min=1)).to(usage.dtype)
     else:
         value = older.amax(-1, keepdim=True)
-    if suffix_pad == "global":
-        value = value.amax()
     return torch.where(is_newest, value, older)
 
 

@@ -32,12 +32,8 @@ Observer = TypeVar("Observer")
 TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
 # Why the scheduler calls for events: running requests grow, one waits that would fit,
 # one waits that is more urgent than some that run, and one is at its ceiling.
-CAUSES = GROWTH, ENTERING, PRIORITY, CEILING = (
-    "growth",
-    "entering",
-    "priority",
-    "ceiling",
-)
+GROWTH, ENTERING, PRIORITY, CEILING = "growth", "entering", "priority", "ceiling"
+CAUSES = (GROWTH, ENTERING, PRIORITY, CEILING)
 
 
 @dataclass(frozen=True)

@@ -135,11 +135,9 @@ class LiveRoutes:
         if self._token_text is not None:
             first = max(0, len(ids) - MOST_TEXT)
             found["first_token"] = first
-            found["tokens"] = await asyncio.to_thread(self._texts, ids[first:])
+            texts = map(self._token_text, ids[first:])  # one by one, in the thread
+            found["tokens"] = await asyncio.to_thread(list, texts)
         return _json(found)
-
-    def _texts(self, ids: tuple[int, ...]) -> list[str]:
-        return [self._token_text(each) for each in ids] if self._token_text else []
 
     async def stream(self, request: Any) -> Any:
         """Answer with server-sent events for as long as the client listens."""

@@ -68,9 +68,6 @@ class Snapshots:
             record["computed"] = request.num_computed_tokens
             self.ring.append({"kind": "preemption", **record})
 
-    def close(self) -> None:
-        self.ring.remove()
-
     def _look(self, scheduler: Any, now: float) -> dict[str, Any]:
         """Return what a snapshot says, JSON-able; superblocks unless it says tokens."""
         manager = scheduler.kv_policy_manager

@@ -16,7 +16,9 @@ from vllm_kvpolicy.worker.transfer import to_device
 
 
 class SurvivorMemory:
-    """Keeps float32 values per (layer, KV head, token right after an event), by name.
+    """Keeps values of survivors, by name, and not their keys.
+
+    They are float32 numbers per (layer, KV head, token right after an event).
 
     Values of global tokens follow the order of a request's page lists, laid end to end;
     each of its superblocks has a row that holds n * N of them. Values of local tokens

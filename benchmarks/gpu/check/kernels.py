@@ -20,9 +20,9 @@ from benchmarks.gpu.kernel_inputs import (
     REAL_SIZES,
     SMALL_SIZES,
     Size,
-    operations,
 )
 from vllm_kvpolicy.kernels.libraries import CUDA
+from vllm_kvpolicy.kernels.preferences import has
 
 FAR = "far"
 
@@ -51,10 +51,9 @@ def check_twins(
         real: sizes by name; only operations that read or write a pool run at FAR.
     """
     seed = time.time_ns() % 2**31
-    known = operations()
     for label in MAKERS:
         name = label.partition(",")[0]
-        has = list(filter(known[name].preference.has, twins))
+        own = [twin for twin in twins if has(name, twin)]
         beside = reference_device(label, device)
         cases = [(f"small, {each}", size, CPU) for each, size in small.items()]
         cases += [
@@ -62,10 +61,10 @@ def check_twins(
             for each, size in real.items()
             if each != FAR or name in WITH_POOL
         ]
-        with checks.case(f"{label}, {' and '.join(has)}") as notes:
+        with checks.case(f"{label}, {' and '.join(own)}") as notes:
             wrong = []
             for case, size, where in cases:
-                found = check_operation(label, size, seed, device, has, where)
+                found = check_operation(label, size, seed, device, own, where)
                 wrong += [f"{case}, {sentence}" for sentence in found]
             notes.append(f"seed {seed}")
             assert not wrong, "; ".join(wrong)

@@ -7,7 +7,6 @@ score and selection in float64, one head at a time, with no code of the policies
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from support.engine.oracle_replay import Mismatch, activations
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
-from vllm_kvpolicy.events import event_positions, request_phase
+from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.hints import NO_HINTS, Hints, Ranges
 from vllm_kvpolicy.policies.allocators.ams import AMSConfig, select
 
@@ -333,7 +332,7 @@ def planned(result: Any, config: KVPolicyConfig, block_size: int) -> list[Cut]:
     """Return the events that a request has with `always`."""
     prompt = result.job.prompt
     pinned = config.pinned_tokens(len(prompt))
-    positions = event_positions(
+    plan = EventPlan(
         len(prompt),
         config.budget_tokens + pinned,
         config.interval_tokens,
@@ -342,7 +341,6 @@ def planned(result: Any, config: KVPolicyConfig, block_size: int) -> list[Cut]:
         config.resolved().window_tokens,
     )
     # The newest token is never computed, so no event comes before it.
-    num_computed = len(result.all_tokens) - 1
-    before = takewhile(lambda position: position < num_computed, positions)
+    before = plan.positions_up_to(len(result.all_tokens) - 1)
     budget = config.budget_tokens + pinned % block_size
     return [(position, budget) for position in before]

@@ -137,7 +137,7 @@ class CacheCheck:
             found = look_up(request, *limits)
             name = request.request_id
             state = scheduler.kv_policy_planner.states.get(name)
-            is_whole = state is not None and state.plan.is_called and not state.folds
+            is_whole = state is not None and state.plan.is_called and not state.inside
             expected = self._hit(asked[name], request.num_tokens, is_whole)
             check(found[1] == expected, name, "hits", found[1], "instead of", expected)
             lengths = {len(blocks) * self.block_size for blocks in found[0].blocks}

@@ -99,7 +99,7 @@ class ForecastCheck:
             request = self.scheduler.requests[name]
             state = admission.planner.states[name]
             last = request.num_prompt_tokens + request.max_tokens - 1
-            whole = state.footprint.blocks(last)
+            whole = -(-last // state.footprint.block_size)
             whole += manager.sliding.sizes.most_blocks(last)
             together += min(admission.pressure.floor(state, last), whole)
         usable = manager.num_usable
@@ -115,15 +115,15 @@ class ForecastCheck:
         """
         demand = admission.pressure._demand
         name, steps = self.asking
-        if demand is None or demand.request_id != name:
-            self.asking = "" if demand is None else demand.request_id, 0
+        if name not in demand:
+            self.asking = next(iter(demand), ""), 0
             return
         states = admission.planner.states
         spacing = max(states[each].spacing for each in admission.pressure.running)
         running = self.scheduler.running
         steps += not any(each.is_prefill_chunk for each in running)
         self.asking = name, steps
-        most = admission.pressure.lead + 2 * spacing
+        most = admission.pressure.lead_steps + 2 * spacing
         check(steps < most, name, "has waited", steps, "steps for room, of", most)
 
     @property

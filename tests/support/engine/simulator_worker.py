@@ -28,7 +28,6 @@ from support.engine.simulator_pages import (
     own_pages,
     slots_of,
 )
-from vllm_kvpolicy.events import positions_up_to
 from vllm_kvpolicy.protocol import CompactEvent, StepCommands, UsedBlocks, WindowCapture
 
 
@@ -121,7 +120,7 @@ class StorageWorker:
                 continue
             asked, expected = state.asked, list[int]()
             if asked.plan is not None:
-                expected = positions_up_to(asked.plan, state.computed)
+                expected = asked.plan.positions_up_to(state.computed)
             is_right = asked.is_called or state.positions == expected
             check(is_right, "events", request_id, state.positions)
             local = state.row[state.frontier_blocks : state.row_length]

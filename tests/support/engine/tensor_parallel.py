@@ -145,8 +145,7 @@ def watch_events(worker: Any) -> None:
         worker.events_seen += len(events)
         worker.events_digest.update(repr(events).encode())
         if hasattr(tier, "lists"):
-            counts = [tier.lists.longest(rows), tier.lists.held(rows)]
-            pages = [each.tolist() for each in counts]
+            pages = tier.lists.counts(rows).tolist()
             worker.events_digest.update(repr(pages).encode())
         return update(rows, events, *args)
 

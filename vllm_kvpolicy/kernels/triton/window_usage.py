@@ -28,12 +28,7 @@ from torch import Tensor
 from vllm_kvpolicy.kernels import chunks
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.softmax import TINY, effective_window
-from vllm_kvpolicy.kernels.window_usage import (
-    WindowUsage,
-    check_pooling,
-    check_window,
-    pooled_usage_ref,
-)
+from vllm_kvpolicy.kernels.window_usage import WindowUsage, check_window
 
 TILE = 1024  # tokens that a program holds at a time
 
@@ -45,10 +40,7 @@ def pooled_usage(
     pool_kernel: int = 5,
     suffix_pad: str = "max",
 ) -> Tensor:
-    """Equal the reference up to rounding, and leave "global" to it."""
-    check_pooling(pool_kernel, suffix_pad)
-    if suffix_pad == "global":
-        return pooled_usage_ref(usage, lengths, window, pool_kernel, suffix_pad)
+    """Equal the reference up to rounding."""
     pooled = torch.empty_like(usage, memory_format=torch.contiguous_format)
     rows = (each.contiguous() for each in (usage, lengths, window))
     options = {"POOL": pool_kernel, "PAD": suffix_pad, "TILE": TILE}

@@ -71,7 +71,4 @@ class KVPolicyCPUBackend(KVPolicyBackendMixin, CPUAttentionBackend):
     impl, builder = KVPolicyCPUImpl, KVPolicyCPUMetadataBuilder
 
 
-register_backend(
-    AttentionBackendEnum.CPU_ATTN,
-    f"{KVPolicyCPUBackend.__module__}.{KVPolicyCPUBackend.__qualname__}",
-)
+register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.KVPolicyCPUBackend")

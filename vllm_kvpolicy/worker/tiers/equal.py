@@ -4,7 +4,7 @@ The tensors stay where they are, so that a captured graph reads what the step of
 replay has put there.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier, padded
+from vllm_kvpolicy.worker.tiers.tier import StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
 class PhysicalTables:
-    """Tables and lengths of the rows of a batch.
+    """Block tables and lengths of a batch by what its rows hold, not by position.
 
     Args:
         num_rows: most rows of a batch, padding included.
@@ -137,13 +137,6 @@ class EqualTier(Tier):
             before = batch.held.pages[..., : pages.shape[-1]]
             unmoved = (pages == before).flatten(1)
         return PageLists(first, pages.flatten(1), unmoved)
-
-    def commit(self, batch: Batch, lists: PageLists) -> EventAnswer | None:
-        """Remember nothing: stock pages follow from the superblocks."""
-        return None
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        """Do nothing: every step fills its tables from scratch."""
 
     def metadata(self, step: Step) -> StepMetadata:
         common, has_survivors = step.metadata, step.is_real and bool(len(self.requests))

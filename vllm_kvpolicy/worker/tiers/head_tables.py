@@ -100,20 +100,12 @@ class HeadTables:
         self._arriving |= {row: (counts, n) for n, row in enumerate(rows)}
         return counts
 
-    def longest(self, rows: Sequence[int]) -> np.ndarray:
-        """Return [E] pages of each request's longest list on any rank.
+    def counts(self, rows: Sequence[int]) -> np.ndarray:
+        """Return [2, E] pages of each request's longest list, and of all its lists.
 
-        Waits for the last update.
-
-        On a GPU that update belongs to an event that ended long before the next one.
+        On any rank. Waits for the last update, which on a GPU belongs to an event that
+        ended long before the next one.
         """
-        return self._arrived(rows)[0]
-
-    def held(self, rows: Sequence[int]) -> np.ndarray:
-        """Return [E] pages of all lists of each request; waits likewise."""
-        return self._arrived(rows)[1]
-
-    def _arrived(self, rows: Sequence[int]) -> np.ndarray:
         for row in rows:
             if row in self._arriving:
                 values, place = self._arriving.pop(row)
@@ -128,7 +120,7 @@ class HeadTables:
             otherwise: [R] bounds for requests whose last update is still running.
         """
         here = [row for row, (values, _) in self._arriving.items() if values.is_here()]
-        self.longest(here)
+        self.counts(here)
         unknown = np.isin(rows, list(self._arriving))
         return np.where(unknown, otherwise, self._counts[0, rows])
 

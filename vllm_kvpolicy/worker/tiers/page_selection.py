@@ -132,13 +132,8 @@ class PageSelection:
         selects = events[0].policy in self.policies
         self._selects[list(rows)] = selects
         self._prompt_tokens[list(rows)] = [event.prompt_tokens for event in events]
-        if not selects:
-            return
-        groups = self.pool.num_groups
-        by_group = pages.unflatten(1, (groups, -1))
-        for group in range(groups):
-            mine = by_group[:, group].flatten()
-            page_bounds(self.bounds[group], self.pool.keys[group], mine)
+        if selects:
+            self._bound(pages.unflatten(1, (self.pool.num_groups, -1)).transpose(0, 1))
 
     def add_pinned(self, events: Sequence[CompactEvent]) -> None:
         """Compute the bounds of pinned pages, once for each request."""
@@ -148,10 +143,12 @@ class PageSelection:
             return
         index = to_device(sorted(blocks), self.requests.device)
         pages = self.pool.own_pages(index[None])[0]
-        by_group = pages.flatten(0, 1).unflatten(0, (self.pool.num_groups, -1))
-        for group in range(self.pool.num_groups):
-            mine = by_group[group].flatten()
-            page_bounds(self.bounds[group], self.pool.keys[group], mine)
+        self._bound(pages.flatten(0, 1).unflatten(0, (self.pool.num_groups, -1)))
+
+    def _bound(self, by_group: torch.Tensor) -> None:
+        """Compute the bounds of pages [groups, ...]."""
+        for group, pages in enumerate(by_group):
+            page_bounds(self.bounds[group], self.pool.keys[group], pages.flatten())
 
     def warm_up(self) -> None:
         """Score and choose the null page, so that the kernels are compiled."""

@@ -79,7 +79,7 @@ class RaggedTier(Tier):
         block_size, pages = self.pool.block_size, len(event.leaving_blocks)
         if event.ordinal:
             row = self.requests.row_of[event.request_id]
-            pages += int(self.lists.longest([row])[0])
+            pages += int(self.lists.counts([row])[0, 0])
         return pages * block_size + event.local_tokens(block_size)
 
     def held(
@@ -88,7 +88,7 @@ class RaggedTier(Tier):
         rows: Sequence[int],
         sent: Mapping[str, torch.Tensor],
     ) -> HeldPages:
-        recent, most = sent["recent"], self.lists.longest(rows)
+        recent, most = sent["recent"], self.lists.counts(rows)[0]
         blocks = [len(event.leaving_blocks + event.local_blocks) for event in events]
         width = int((most + blocks).max())
         count = recent.new_empty((1, len(events), self.num_heads))
@@ -139,7 +139,7 @@ class RaggedTier(Tier):
     def commit(self, batch: Batch, lists: PageLists) -> EventAnswer:
         """Remember the lists, and look at their pages where queries choose."""
         leaving = np.array([len(event.leaving_blocks) for event in batch.events])
-        before = self.lists.held(batch.rows) + leaving * self.num_heads
+        before = self.lists.counts(batch.rows)[1] + leaving * self.num_heads
         rows = batch.rows, batch.sent["rows"]
         after = self.lists.update(*rows, lists.first, lists.pages)
         if self.selection is not None:

@@ -141,13 +141,14 @@ class Tier(ABC):
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
         """Return which pages of the destinations each head gets, pages [E, C]."""
 
-    @abstractmethod
     def commit(self, batch: Batch, lists: PageLists) -> EventAnswer | None:
         """Remember the pages of a batch, once its survivors are there.
 
         Returns:
-            How many they are, None where heads always fill their superblocks.
+            How many they are. None where heads always fill their superblocks, from
+            which their pages follow.
         """
+        return None
 
     @abstractmethod
     def metadata(self, step: Step) -> StepMetadata:
@@ -158,8 +159,7 @@ class Tier(ABC):
         be captured or replayed: that always reads our tables.
         """
 
-    @abstractmethod
-    def forget(self, request_ids: Iterable[str]) -> None:
+    def forget(self, request_ids: Iterable[str]) -> None:  # noqa: B027
         """Forget step tables of requests that are gone or whose pages change."""
 
     @abstractmethod
