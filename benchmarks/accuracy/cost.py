@@ -77,7 +77,9 @@ def _config_of(line: Line, settings: Line) -> KVPolicyConfig:
 def depends_on_text(config: KVPolicyConfig) -> bool:
     """Return whether the text decides how much a policy holds."""
     policy = config.resolved()
-    return policy.info.is_dynamic(policy.options)
+    words = policy.info.parts
+    is_dynamic = policy.options.get("hard_mode") == "dynamic"
+    return bool(policy.info.admission or is_dynamic or any(w.dynamic for w in words))
 
 
 def full_cost(prompt: int, output: int, block: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from vllm_kvpolicy import kernels
 from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.segment_quota import segment_quota_ref, to_fixed_point
-from vllm_kvpolicy.policies.allocators.ams import PRESETS
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSOptions
 
 SINKS, RECENT = 4, 32
 
@@ -152,7 +152,7 @@ def make_segment_quota(size: Size, draw: Draw, preset: str = "default") -> Argum
     usage[:, :2] += 0.1 * size.tokens / 7
     usage = usage * valid
     choosable = (valid & ~exempt).sum(-1)
-    config = PRESETS[preset]
+    config = AMSOptions(**PRESETS[preset])
     keys = ("segment_mass", "min_segment", "max_segment", "min_quota")
     return {
         "mass": to_fixed_point(usage / usage.sum(-1, keepdim=True)),

@@ -12,6 +12,7 @@ import torch
 from support import event_inputs as events
 from support.calibration_files import make_calibration
 from support.scattered_pages import scattered
+from support.words import built
 from vllm_kvpolicy.kernels import paged_reductions
 from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.policies.names import SCORERS as ROWS
@@ -24,10 +25,10 @@ from vllm_kvpolicy.policies.words import BaseScorer
 SIZES = events.LAYERS, events.HEADS, events.GROUP, events.SIZE
 # The operation that each runs, and what it reads without a copy.
 SCORERS: dict[str, tuple[Callable[[], BaseScorer], str, str]] = {
-    "knorm": (KnormScorer, "paged_norms", "keys"),
-    "keydiff": (KeyDiffScorer, "paged_cosines", "keys"),
+    "knorm": (lambda: built(KnormScorer), "paged_norms", "keys"),
+    "keydiff": (lambda: built(KeyDiffScorer), "paged_cosines", "keys"),
     "expected": (
-        lambda: ROWS["expected"].build({"expected_window": 16}),
+        lambda: built(ROWS["expected"], expected_window=16),
         "paged_norms",
         "values",
     ),

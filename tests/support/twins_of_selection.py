@@ -21,7 +21,7 @@ from vllm_kvpolicy.kernels.segment_quota import (
     to_fixed_point,
 )
 from vllm_kvpolicy.kernels.triton.ranking import GROUP_TILE, MAX_TILE
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, choose
+from vllm_kvpolicy.policies.allocators.ams import PRESETS, AMSOptions, choose
 
 
 def rows_of_mass(tokens: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -379,9 +379,9 @@ def test_a_whole_choice(name: str) -> None:
     must_keep = (position < 4) | recent
     credit = torch.rand(3, 400, generator=generator) / 400
     inputs = (usage, scores(400, generator, 3), must_keep, lengths, 200)
-    got = choose(*inputs, PRESETS[name], credit)
+    got = choose(*inputs, AMSOptions(**PRESETS[name]), credit)
     with forced("reference"):
-        want = choose(*inputs, PRESETS[name], credit)
+        want = choose(*inputs, AMSOptions(**PRESETS[name]), credit)
     for field in ("keep", "segments", "quotas", "credit", "mass"):
         assert torch.equal(getattr(got, field), getattr(want, field)), field
     assert (got.keep.sum(-1) == 200).all()

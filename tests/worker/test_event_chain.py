@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from support.words import built
 from support.worker.chain_engine import Chain, Setup
 from support.worker.chain_policy import ScriptedPolicy
 from vllm_kvpolicy.policies.testing import MovementPolicy, exchanged, shuffled
@@ -69,7 +70,7 @@ def test_moving_loses_nothing(
     totals: Counter[str] = Counter()
     for num_blocks in (60, 45):
         setup = Setup(
-            MovementPolicy(is_ragged),
+            built(MovementPolicy, ragged=is_ragged),
             is_ragged=is_ragged,
             one_allocation=one_allocation,
             place=place,
