@@ -14,6 +14,7 @@ import torch
 from support.scattered_pages import Make, far_away, scattered
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
+from vllm_kvpolicy.kernels.triton import wgkv_gate as twin
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights, paged_gates
 
 HALF, FULL = torch.float16, torch.float32
@@ -170,6 +171,19 @@ def test_a_broken_key_stays_by_itself() -> None:
     is_broken[0, 1, 0] = token[0, 1, 0] == place
     assert got[is_broken].isnan().all()
     assert torch.equal(got[~is_broken], want[~is_broken])
+
+
+def test_shapes_are_checked() -> None:
+    keys, token, positions, rope, weights = make_case()
+    for wrong in (
+        (keys, token[:1], positions[:1], rope, weights),
+        (keys, token, positions[..., :1], rope, weights),
+        (keys, token, positions, rope, weights.layer(0)),
+        (keys, token, positions, rope, replace(weights, first=weights.first[:, :1])),
+    ):
+        for call in (twin.paged_gates, paged_gates.reference):
+            with pytest.raises(ValueError, match="expected"):
+                call(*wrong)
 
 
 def test_pages_beyond_int32_are_read(unbacked: Make) -> None:

@@ -170,11 +170,18 @@ def test_cosines_reach_both_ends() -> None:
     assert (got[~at] == 0).all()
 
 
-def test_refuses_directions_that_do_not_fit() -> None:
+def test_refuses_shapes_that_do_not_fit() -> None:
     keys = PagedTokens.from_dense(make_keys(16, torch.float32))
     along, by_length = further("paged_pair_projections", 16)
-    for wrong in (along[:, :, :-1], along[:, :, :0], along[..., :-1], along[:1]):
-        with pytest.raises(ValueError, match="directions: expected"):
-            paged_projections(keys, LENGTHS, wrong)
+    with pytest.raises(ValueError, match="directions: expected"):
+        paged_projections(keys, LENGTHS, along)
+    for wrong in (along[:, :, :-1], along[..., :-1]):
         with pytest.raises(ValueError, match="directions: expected"):
             paged_pair_projections(keys, LENGTHS, wrong, by_length)
+    with pytest.raises(ValueError, match="by_length: expected"):
+        paged_pair_projections(keys, LENGTHS, along, by_length.repeat(1, 1, 1, 2))
+    odd = PagedTokens.from_dense(make_keys(15, torch.float32))
+    with pytest.raises(ValueError, match="keys: expected an even head size, got 15"):
+        paged_pair_projections(odd, LENGTHS, along[..., :15], by_length[..., :7])
+    with pytest.raises(ValueError, match="matrices: expected"):
+        paged_quadratics(keys, LENGTHS, along, by_length)

@@ -47,7 +47,7 @@ def test_a_head_without_tokens_has_no_values(name: str) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     keys, lengths, given = make_case()
     along, matrices = given["paged_quadratics"]
-    with pytest.raises(RuntimeError, match="matrices: expected"):
+    with pytest.raises(ValueError, match="matrices: expected"):
         operations.paged_quadratics(keys, lengths, along, along)
     with pytest.raises(RuntimeError, match="lengths: expected 0 to 150, got 151"):
         operations.paged_norms(keys, lengths + 1)

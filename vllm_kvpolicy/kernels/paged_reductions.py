@@ -56,9 +56,9 @@ def paged_projections_ref(
         [E, L, H, T] float32, zero on padding.
 
     Raises:
-        ValueError: directions of other rows or another size.
+        ValueError: shapes that do not fit together.
     """
-    group_of(keys, directions)
+    check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
 
     def project(keys: Tensor, directions: Tensor) -> Tensor:
         return (keys.float() @ directions[..., None]).squeeze(-1)
@@ -85,9 +85,9 @@ def paged_pair_projections_ref(
         [E, L, Hq, T] float32, zero on padding.
 
     Raises:
-        ValueError: directions of other rows or another size.
+        ValueError: shapes that do not fit together.
     """
-    group = group_of(keys, directions)
+    group = check_pairs(keys, directions, by_length)
     pair_bytes = 2 * 4 * keys.dense[0, 0].numel()  # two float32 copies
     scores = map_pairs(_pair_projections, pair_bytes, keys.dense, directions, by_length)
     is_held = _is_held(keys, lengths).repeat_interleave(group, 2)
@@ -110,9 +110,9 @@ def paged_quadratics_ref(
         [E, L, Hq, T] float32, zero on padding.
 
     Raises:
-        ValueError: directions of other rows or another size.
+        ValueError: shapes that do not fit together.
     """
-    group = group_of(keys, directions)
+    group = check_squares(keys, directions, matrices)
     pair_bytes = (2 * group + 1) * 4 * keys.dense[0, 0].numel()  # float32 copies
     values = map_pairs(_quadratics, pair_bytes, keys.dense, directions, matrices)
     is_held = _is_held(keys, lengths).repeat_interleave(group, 2)
@@ -126,15 +126,35 @@ paged_pair_projections = Operation(paged_pair_projections_ref)
 paged_quadratics = Operation(paged_quadratics_ref)
 
 
-def group_of(keys: PagedTokens, directions: Tensor) -> int:
-    """Return G of directions [E, L, H * G, D]; ValueError where they are not."""
-    group, rest = divmod(directions.shape[2], keys.shape[2])
-    rows = *keys.shape[:2], directions.shape[2], keys.shape[4]
-    if rest or not group or directions.shape != rows:
-        raise ValueError(
-            "directions: expected [E, L, H * G, D] for keys [E, L, H, T, D] = "
-            f"{list(keys.shape)}, got {list(directions.shape)}"
-        )
+def check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a tensor has another shape."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected {list(shape)}, got {list(tensor.shape)}")
+
+
+def check_pairs(keys: PagedTokens, directions: Tensor, by_length: Tensor) -> int:
+    """Return G of `paged_pair_projections`, or raise ValueError as it does."""
+    size = keys.shape[-1]
+    if size % 2:
+        raise ValueError(f"keys: expected an even head size, got {size}")
+    return _check_heads(keys, directions, "by_length", by_length, size // 2)
+
+
+def check_squares(keys: PagedTokens, directions: Tensor, matrices: Tensor) -> int:
+    """Return G of `paged_quadratics`, or raise ValueError as it does."""
+    size = keys.shape[-1]
+    return _check_heads(keys, directions, "matrices", matrices, size, size)
+
+
+def _check_heads(
+    keys: PagedTokens, directions: Tensor, name: str, others: Tensor, *sizes: int
+) -> int:
+    """Return G where `others` are [E, L, H * G, *sizes]."""
+    num_events, num_layers, num_heads, _, size = keys.shape
+    group = max(1, directions.shape[2] // num_heads)
+    rows = num_events, num_layers, num_heads * group
+    check_shape("directions", directions, (*rows, size))
+    check_shape(name, others, (*rows, *sizes))
     return group
 
 

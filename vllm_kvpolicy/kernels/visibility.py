@@ -42,6 +42,10 @@ class Decisions:
             return self.values
         return self.values * self.scale <= self.most
 
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
 
 def write_until_ref(
     until: Tensor,

@@ -149,7 +149,11 @@ def paged_gates_ref(
 
     Returns:
         [E, L, H, F] float32 between 0 and 1; see `wgkv_gate.gate`.
+
+    Raises:
+        ValueError: shapes that do not fit together.
     """
+    check_shapes(keys, token, positions, weights)
     num_rows, size = token[..., 0].numel(), keys.shape[-1]
     step = max(1, CHUNK_BYTES // (8 * num_rows * size))
     parts = [
@@ -176,6 +180,25 @@ def _some(
     )
     gates = gate_cached(rows, places, rope, weights)
     return gates.unflatten(2, (len(token), -1)).permute(2, 0, 1, 3)
+
+
+def check_shapes(
+    keys: PagedTokens, token: Tensor, positions: Tensor, weights: GateWeights
+) -> None:
+    """Raise ValueError if shapes do not fit together; see `paged_gates_ref`."""
+    num_layers, num_heads, size = keys.shape[1], keys.shape[2], keys.shape[4]
+    if token.shape[:3] != keys.shape[:3] or positions.shape != token.shape:
+        raise ValueError(
+            f"token, positions: expected {list(keys.shape[:3])} rows of equal length, "
+            f"got {list(token.shape)} and {list(positions.shape)}"
+        )
+    expected = num_layers, num_heads, 2 * size
+    got = (*weights.first.shape[:2], weights.first.shape[-1])
+    if weights.first.ndim != 4 or got != expected or size % 2:
+        raise ValueError(
+            f"weights: expected gates of {num_layers} layers of {num_heads} heads of "
+            f"even size {size}, got first weights of {list(weights.first.shape)}"
+        )
 
 
 paged_gates = Operation(paged_gates_ref)

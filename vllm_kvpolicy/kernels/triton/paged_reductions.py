@@ -19,7 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
-from vllm_kvpolicy.kernels.paged_reductions import group_of
+from vllm_kvpolicy.kernels.paged_reductions import (
+    check_pairs,
+    check_shape,
+    check_squares,
+)
 
 LEAST = tl.constexpr(1e-12)  # as in `torch.nn.functional.normalize`
 NUMBERS = 8192  # of a tile, 64 per thread
@@ -52,13 +56,14 @@ def paged_cosines(keys: PagedTokens, lengths: Tensor) -> Tensor:
 
 
 def paged_projections(keys: PagedTokens, lengths: Tensor, directions: Tensor) -> Tensor:
+    check_shape("directions", directions, (*keys.shape[:3], keys.shape[-1]))
     return _values(keys, lengths, directions)
 
 
 def paged_pair_projections(
     keys: PagedTokens, lengths: Tensor, directions: Tensor, by_length: Tensor
 ) -> Tensor:
-    group = group_of(keys, directions)
+    group = check_pairs(keys, directions, by_length)
     shape = (*directions.shape[:3], keys.num_tokens)
     scores = lengths.new_empty(shape, dtype=torch.float32)
     inputs = directions.contiguous(), by_length.contiguous(), scores
@@ -69,6 +74,7 @@ def paged_pair_projections(
 def paged_quadratics(
     keys: PagedTokens, lengths: Tensor, directions: Tensor, matrices: Tensor
 ) -> Tensor:
+    check_squares(keys, directions, matrices)
     return _values(keys, lengths, directions, matrices.contiguous())
 
 
@@ -80,14 +86,13 @@ def _values(
     is_cosine: bool = False,
 ) -> Tensor:
     """Return what `_values_of_tiles` writes, [E, L, H * G, T]."""
-    rows, group = tokens.shape[:3], 1
+    rows = tokens.shape[:3]
     if directions is not None:
-        group = group_of(tokens, directions)
         rows, directions = directions.shape[:3], directions.contiguous()
     values = lengths.new_empty(*rows, tokens.num_tokens, dtype=torch.float32)
     _over_tiles(
         *(_values_of_tiles, tokens, lengths, directions, matrices, values),
-        GROUP=group,
+        GROUP=rows[2] // tokens.shape[2],
         ROWS=MATRIX_ROWS,
         IS_COSINE=is_cosine,
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.rope import Rope
-from vllm_kvpolicy.kernels.wgkv_gate import EPSILON, GateWeights
+from vllm_kvpolicy.kernels.wgkv_gate import EPSILON, GateWeights, check_shapes
 
 TILE_BYTES = 16384  # of half a key in a tile, times the bytes of a number
 ADDED = tl.constexpr(EPSILON)
@@ -38,6 +38,7 @@ def paged_gates(
     rope: Rope,
     weights: GateWeights,
 ) -> Tensor:
+    check_shapes(keys, token, positions, weights)
     num_events, num_layers, num_heads, _, size = keys.shape
     num_tokens = token.shape[-1]
     gates = torch.empty(token.shape, dtype=torch.float32, device=token.device)
