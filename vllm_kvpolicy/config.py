@@ -296,7 +296,8 @@ class KVPolicyConfig:
         """Return the hints of a request, as far as its budget has room for them."""
         room: float = self.budget_tokens - self.least_budget(block_size)
         room = math.inf if self.resolved().info.is_unbounded else room
-        return self.hinted.fitted(self.pinned_tokens(prompt_tokens), room)
+        first = max(self.pinned_tokens(prompt_tokens), self.sink_tokens)
+        return self.hinted.fitted(first, room)
 
     def footprint(
         self, prompt_tokens: int, block_size: int, query_rows: int, phase: int = 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_kvpolicy.config_keys import DROP_FIRST, KEEP, MESSAGE_KEYS, MOST, wrong
 
-MOST_RANGES = 64  # of a kind
+MOST_RANGES = 256  # of a kind
 Ranges = tuple[tuple[int, int], ...]
 
 

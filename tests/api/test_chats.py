@@ -130,8 +130,10 @@ def test_who_wants_it(pin, fields, wants):
 def test_messages_are_looked_for_where_hints_are_served(hints):
     policy = {"policy": "tova", "policy_config": {"hints": hints}}
     server = SimpleNamespace(additional_config={"kv_policy": policy})
-    request = SimpleNamespace(vllm_xargs={"kv_drop_messages": [1], "kv_keep": [1, 2]})
-    assert chats.wants(server, request) == ({"kv_drop_messages"} if hints else set())
+    xargs = {"kv_drop_messages": [1], "kv_keep": [1, 2]}
+    chat = SimpleNamespace(vllm_xargs=xargs, messages=[USER])
+    assert chats.wants(server, chat) == ({"kv_drop_messages"} if hints else set())
+    assert not chats.wants(server, SimpleNamespace(vllm_xargs=xargs, input="Why?"))
 
 
 @pytest.mark.parametrize(("kind", "serves"), [("gpt_oss", True), ("qwen3", False)])

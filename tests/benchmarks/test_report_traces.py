@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.report import traces
 from support.report_data import event, write_run
-from vllm_kvpolicy.policies.allocators.ams import PRESETS, choose
+from vllm_kvpolicy.policies.allocators.ams import AMSOptions, choose
 
 SAME = [[[0, 1], [0, 1]], [[0, 1], [0, 1]]]
 BUDGET, INTERVAL = 64, 32
@@ -74,7 +74,7 @@ def test_segments_are_those_of_the_last_two_events_of_the_longest_request(tmp_pa
 
 
 def test_numbers_agree_with_what_ams_decides(tmp_path):
-    config, torch_rng = PRESETS["default"], torch.Generator().manual_seed(0)
+    config, torch_rng = AMSOptions(), torch.Generator().manual_seed(0)
     events = []
     for ordinal in range(2):
         count = BUDGET + INTERVAL

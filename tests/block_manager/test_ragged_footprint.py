@@ -15,7 +15,6 @@ from support.pool_engine import Engine
 from support.worker.tiers import make_tier
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.policies.allocators.hard import scale_to
-from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.protocol import CompactEvent, UsedBlocks
 from vllm_kvpolicy.worker.batch import Batch, HeldPages
 from vllm_kvpolicy.worker.pages import PagePool
@@ -76,7 +75,7 @@ def page_quota(
     policy: Any = SimpleNamespace(dynamic=dynamic)
     chosen = torch.arange(event.position) < keep[..., None]
     sent = to_device_together(tier.numbers([event], [0]), CPU)
-    return tier.quota(Batch([event], policy, [0], Needs(), sent, held), chosen)[0]
+    return tier.quota(Batch([event], policy, [0], sent, held), chosen)[0]
 
 
 def serve(budget: int, block_size: int, offset: int = 0, share: float = 1.0) -> Outcome:

@@ -45,7 +45,9 @@ def wants(vllm_config: Any, request: Any) -> set[str]:
     pin = asked.get("kv_pin")
     if "kv_pin" not in asked and name in server.policies:
         pin = NONE if server.resolved(name).is_exact else server.pin
-    found = asked.keys() & MESSAGE_KEYS.keys() if server.hints else set()
+    # Others put messages of their own among those of a request.
+    has_messages = server.hints and hasattr(request, "messages")
+    found = asked.keys() & MESSAGE_KEYS.keys() if has_messages else set()
     return found | ({"kv_pin"} if pin == SYSTEM else set())
 
 
@@ -84,7 +86,10 @@ async def put_tokens(
         ranges = MESSAGE_KEYS[key]
         with client_errors():
             found = [*sum(ranges_of(ranges, asked.get(ranges, [])), ())]
-            for index in _indices(key, asked.pop(key), len(messages)):
+            if getattr(request, "truncate_prompt_tokens", None) is not None:
+                raise wrong(key, asked[key], "none with truncate_prompt_tokens")
+            indices = _indices(key, asked.pop(key), len(messages))
+            for index in dict.fromkeys(indices):
                 found += await message_tokens(render, messages, known, key, index)
         asked[ranges] = found
     request.vllm_xargs = asked

@@ -19,6 +19,7 @@ NOTE = "note_"  # prefix of the notes' names within a file
 RANK = "rank-{}-of-{}"  # folder of a rank, and of how many that record
 OF_RANK = re.compile(r"rank-(\d+)-of-(\d+)")
 
+MOST_MARKS = 2**30  # layers * heads * positions of one event
 TEXTS = ("request_id", "policy")
 INTEGERS = (
     *("position", "ordinal", "frontier", "budget", "prompt", "sinks", "pinned"),
@@ -312,7 +313,12 @@ def wrong_fields(values: Mapping[str, Any], notes: Mapping[str, Any]) -> list[st
     right["policy"] &= "/" not in str(values["policy"])
     right["moved"] = isinstance(values["moved"], int | float)
     for name in TOKENS:
-        right[name] = np.ndim(values[name]) == 3 and is_per_head(values[name], "i")
+        rows = values[name]
+        right[name] = np.ndim(rows) == 3 and is_per_head(rows, "i")
+        if right[name] and right["position"] and rows.size:
+            right[name] = rows.min() >= -1 and rows.max() < values["position"]
     right["held"] &= np.size(values["held"]) > 0
+    heads = int(np.prod(shape))
+    right["position"] &= right["position"] and values["position"] * heads <= MOST_MARKS
     right |= {NOTE + name: is_per_head(note, "fiub") for name, note in notes.items()}
     return [name for name, is_right in right.items() if not is_right]

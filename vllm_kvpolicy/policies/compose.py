@@ -68,12 +68,18 @@ class ComposedPolicy(Policy):
             score = score.masked_fill(~inputs.candidates, -torch.inf)
         decision = self.allocator.choose(score, inputs, usage, budget)
         if inputs.candidates is not None:
-            lowest_last = decision.score.masked_fill(~inputs.candidates, -torch.inf)
-            keep = decision.keep & inputs.candidates
-            decision = replace(decision, keep=keep, score=lowest_last)
+            keep, score = decision.keep & inputs.candidates, decision.score
+            decision = replace(decision, keep=keep, score=others_last(score, inputs))
         memory = {**decision.memory, **remembered}
         check_memory(memory, self.needs)
         return replace(decision, memory=memory)
+
+
+def others_last(score: Tensor, inputs: EventInputs) -> Tensor:
+    """Return scores by which what is no candidate fills up pages last."""
+    if inputs.candidates is None:
+        return score
+    return score.masked_fill(~inputs.candidates, -torch.inf)
 
 
 def check_score(score: Tensor, inputs: EventInputs) -> None:
@@ -151,13 +157,14 @@ class AdmittedPolicy(Policy):
         memory = {} if self.needs.until else {MEMORY: gates}
         notes = {"gates": gates}
         if self.eviction is None:
-            return Decision(admitted, gates, memory, notes)
+            return Decision(admitted, others_last(gates, inputs), memory, notes)
         chosen = self.eviction.decide(replace(inputs, candidates=admitted), budget)
         # Refused tokens fill up pages after all others, best gates first.
         lowest = torch.finfo(gates.dtype).min
+        score = torch.where(admitted, chosen.score / 2, lowest * (1 - gates / 4))
         return replace(
             chosen,
-            score=torch.where(admitted, chosen.score / 2, lowest * (1 - gates / 4)),
+            score=others_last(score, inputs),
             memory={**chosen.memory, **memory},
             notes={**chosen.notes, **notes},
         )

@@ -37,17 +37,17 @@ class Batch:
 
     Args:
         rows: rows of the requests in the worker's tables.
-        needs: what the policy reads, and positions where an event has hints.
         sent: integers of the host, int64 on the device: those that `Compactor`,
             `Tier.numbers` and `Capture.numbers` name, `rows` [E] among them.
+        needs: what the policy reads, and positions where an event has hints.
     """
 
     events: Sequence[CompactEvent]
     policy: Policy
     rows: Sequence[int]
-    needs: Needs
     sent: Mapping[str, torch.Tensor]
     held: HeldPages
+    needs: Needs = Needs()
 
 
 @dataclass(frozen=True)

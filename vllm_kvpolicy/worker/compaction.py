@@ -158,7 +158,7 @@ class Compactor:
             self.tier.clear(fresh, sent["fresh"])
             self.memory.clear(sent["fresh"])
         held = self.tier.held(events, rows, sent)
-        return Batch(events, policy, rows, needs, sent, held)
+        return Batch(events, policy, rows, sent, held, needs)
 
     def _numbers(
         self, events: Sequence[CompactEvent], rows: Sequence[int], needs: Needs

@@ -41,12 +41,13 @@ class ChunkAllocator(BaseAllocator):
         The decision's score is the order of the chunks, so that pages fill up with
         more of the chunk that was cut.
         """
-        chunk_rank = self._chunk_ranks(score, inputs.valid, inputs.ranks)
+        held = inputs.valid if inputs.candidates is None else inputs.candidates
+        chunk_rank = self._chunk_ranks(score, held, inputs.ranks)
         token = torch.arange(score.shape[-1], device=score.device)
         chunk = token // self.options.chunk_length
         of_token = chunk_rank[..., chunk].unsqueeze(2).expand(score.shape)
         last = chunk_rank.shape[-1]
-        rank = rank_by(-of_token.masked_fill(~inputs.valid, last), score)
+        rank = rank_by(-of_token.masked_fill(~held, last), score)
         order = -rank.float()  # exact below 2^24
         must_keep = limit_must_keep(inputs.must_keep, budget)
         return Decision(top_k_mask(order, must_keep, inputs.valid, budget), order)

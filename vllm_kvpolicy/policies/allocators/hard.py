@@ -130,6 +130,8 @@ class HardAllocator(BaseAllocator):
             queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
             window = (queries, inputs.given("keys"), inputs.lengths, inputs.scale)
             votes = nucleus_votes(*window, self.options.hard_p)
+            if inputs.candidates is not None:
+                votes = votes.masked_fill(~inputs.candidates, 0)
             score = -rank_by(votes, score).float()  # exact below 2^24
             return score, ranked_positions(score), votes > 0
         order, nobody = ranked_positions(score), torch.zeros_like(inputs.must_keep)

@@ -1,6 +1,6 @@
 """Plays agents that share instructions and collect results of tools, and asks them.
 
-    python -m benchmarks.agents --out agents.json
+    python -m benchmarks.language.agents --out agents.json
 
 Conversations of a round begin with the same instructions, in which lines `name: code`
 are hidden. Each turn brings the result of a tool and an answer; behind the last turn
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     medians = {name: summarise(of_server) for name, of_server in rows.items()}
     print(report(medians, ratios, COLUMNS))
     return {
-        "provenance": provenance.collect("benchmarks.agents"),
+        "provenance": provenance.collect("benchmarks.language.agents"),
         "agents": {**vars(agents), "instructions": args.instructions, "words": None},
         "servers": {
             name: {
