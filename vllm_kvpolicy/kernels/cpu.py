@@ -20,6 +20,7 @@ from vllm_kvpolicy.kernels.compact_pages import Moves, slice_width
 from vllm_kvpolicy.kernels.libraries import CPU
 from vllm_kvpolicy.kernels.nucleus import nucleus_counts
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.kernels.paged_reductions import check_squares
 from vllm_kvpolicy.kernels.segment_quota import (
     SegmentQuotas,
     check_exact,
@@ -94,6 +95,7 @@ def paged_quadratics(
     keys: PagedTokens, lengths: Tensor, directions: Tensor, matrices: Tensor
 ) -> Tensor:
     """Of the matrices only the half on and right of the diagonal is read."""
+    check_squares(keys, directions, matrices)
     shape = (*directions.shape[:3], keys.num_tokens)
     values = lengths.new_zeros(shape, dtype=torch.float32)
     given = directions.contiguous(), matrices.contiguous()
