@@ -47,7 +47,11 @@ class CountingMixin:
     def _count(self, at_once: bool = False) -> None:
         """Let other processes see the counters, if it is time or at once."""
         if at_once or self.kv_policy_counters.is_due():
+            self._note_gauges()
             self.kv_policy_counters.tell_ratio(self._held_and_computed())
+
+    def _note_gauges(self) -> None:
+        """Set the counters that others keep, just before they are told."""
 
     def _held_and_computed(self) -> Iterable[tuple[int, int]]:
         """Return tokens of requests with a policy."""

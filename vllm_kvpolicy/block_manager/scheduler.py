@@ -395,7 +395,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             self.kv_policy_entry.rebook(used.request_id)
         return outputs
 
-    def _count(self, at_once: bool = False) -> None:
+    def _note_gauges(self) -> None:
         counters, manager = self.kv_policy_counters, self.kv_policy_manager
         entry, (local, survivors) = self.kv_policy_entry, manager.pool_counts()
         calls = entry.pressure.num_calls
@@ -409,6 +409,8 @@ class KVPolicySchedulerMixin(CountingMixin):
             level_tokens=entry.pressure.level or 0,
             **{f"called_events_{cause}": calls[cause] for cause in CAUSES},
         )
+
+    def _count(self, at_once: bool = False) -> None:
         super()._count(at_once)
         if self.kv_policy_snapshots is not None:
             self.kv_policy_snapshots.publish(self)
