@@ -270,6 +270,9 @@ def plain_server(policy: dict[str, Any]) -> Any:
             use_non_causal=False,
         ),
         aux_output_config=SimpleNamespace(enabled=False),
+        compilation_config=SimpleNamespace(
+            pass_config=SimpleNamespace(fuse_attn_quant=False)
+        ),
         **off,
     )
 

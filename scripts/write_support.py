@@ -5,6 +5,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 from support_grid import grid
 
+from vllm_kvpolicy.api.evidence import FEATURES
 from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.api.request_guards import REQUEST_REFUSALS
 from vllm_kvpolicy.compat import ATTENTION_BACKENDS, BLOCK_TOKENS, RELEASES
@@ -26,7 +27,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
 
 def render() -> str:
     """Return the whole page."""
-    sections = [_head(), grid(), _policies(), _caching(), _options(), _numbers()]
+    sections = [_head(), grid(), _on_gpus(), _policies(), _caching(), _options()]
+    sections.append(_numbers())
     sections.append(_refusals())
     return "\n".join(line for section in sections for line in section) + "\n"
 
@@ -53,6 +55,26 @@ def _head() -> list[str]:
         "`make serve` and `vllm-kvpolicy plan` choose it unless a dtype is given.",
         "",
     ]
+
+
+def _on_gpus() -> list[str]:
+    """Return what is served on GPUs though no test has run it there."""
+    lines = [
+        "## On GPUs",
+        "",
+        "What CPUs serve is served on GPUs, but for two rows of the "
+        "[last table](#not-supported-with-a-policy). *Untested*, because none of our "
+        "runs has used it or one in float32 alone, are the features below: a start "
+        "names those that it uses, until the check has passed on your device "
+        "([commands.md](commands.md#verify)).",
+        "",
+        "| untested | check |",
+        "|---|---|",
+    ]
+    for feature in FEATURES:
+        trial = f"--feature {feature.name}" if feature.has_trial else "URL"
+        lines.append(_row(feature.what, f"`vllm-kvpolicy verify {trial}`"))
+    return [*lines, ""]
 
 
 def _policies() -> list[str]:

@@ -16,6 +16,7 @@ WHOLE_ROOMS = ("api.", "block_manager.")
 UNNAMED = {
     "api.patch_table": "rows that api.patch reads",
     "api.chats": "chats that pin their system messages, or give hints about any",
+    "api.evidence": "tells what no test has run on a GPU",
     "hints": "requests that say what stays and what goes first",
     "worker.hints": "the same",
     "block_manager.claim": "keeps room for urgent requests under vLLM's priorities",

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 
@@ -106,6 +107,12 @@ GPU_BACKENDS = {
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 
 
+def cache_folder() -> Path:
+    """Return the folder of what is kept of this user from one start to the next."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "vllm-kvpolicy"
+
+
 def missing_vllm() -> str | None:
     """Return what to install where there is no vLLM, which no wheel of ours brings."""
     if find_spec("vllm") is not None:
@@ -180,17 +187,31 @@ def multiplies_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def cuda_attention_backend(dtype: str) -> str:
+def gpu_capability() -> tuple[int, int] | None:
+    """Return this machine's compute capability, such as (9, 0); None without a GPU."""
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)
+
+
+def device_name() -> str:
+    """Return the name of this machine's device, as its driver tells it."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.get_device_name())
+
+
+def cuda_attention_backend(dtype: str, cache_dtype: str = "auto") -> str:
     """Return the name of the backend to use on this machine's NVIDIA GPU.
 
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
-    numbers, where vLLM has them; else Triton. `dtype` is as on the command line.
+    numbers, where vLLM has them; else Triton, which alone reads FP8 caches with queries
+    that are not FP8. Both dtypes are as on the command line.
     """
-    from vllm.platforms import current_platform
-
-    capability = current_platform.get_device_capability()
-    is_known = capability is not None and capability.major in (8, 9)
-    if not is_known or dtype in ("float", "float32"):
+    is_known = (gpu_capability() or (0, 0))[0] in (8, 9)
+    is_float8 = cache_dtype in FLOAT8_CACHES
+    if not is_known or is_float8 or dtype in ("float", "float32"):
         return "TRITON_ATTN"
     try:
         import_module("vllm.v1.attention.backends.flash_attn")

@@ -17,7 +17,7 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,19 +51,21 @@ class Agents:
         instructions: by round, a text and what is asked of it.
         words: tokens of which results of tools are cut.
         is_hinted: older results are to go first.
-        right: whether each answer of the last round was right.
+        contexts: by conversation of the last round, its tokens and the hints.
     """
 
     instructions: Sequence[Problem]
     words: Sequence[int]
     conversations: int = 4
     turns: int = 12
-    result_tokens: tuple[int, int] = (300, 700)
+    result_tokens: tuple[int, int] = (150, 350)
     answer_tokens: int = 64
     questions: int = 3
     newest: int = 2
     is_hinted: bool = False
-    right: tuple[bool, ...] = ()
+    contexts: dict[int, tuple[list[int], dict[str, Any] | None]] = field(
+        default_factory=dict
+    )
 
     @property
     def longest(self) -> int:
@@ -79,7 +81,7 @@ class Agents:
         )
 
     async def play(self, url: str, round_number: int, sample: Sample) -> Played:
-        """Hold the conversations of a round; the questions are not timed."""
+        """Hold the conversations of a round."""
         problem = self.instructions[round_number]
         async with open_session(url) as session:
 
@@ -96,21 +98,25 @@ class Agents:
                     answer.turn = turn
                     prompt += answer.token_ids
                     found.append(answer)
-                contexts[number] = prompt, self._hints(results)
+                self.contexts[number] = prompt, self._hints(results)
                 return found
 
-            contexts: dict[int, tuple[list[int], dict[str, Any] | None]] = {}
             work = asyncio.gather(*map(hold, range(self.conversations)))
             held, samples = await sampled(work, sample)
-            asked = random.Random(round_number).sample(problem.asked, self.questions)
-            right = []
-            for prompt, hints in contexts.values():
+        return [completion for each in held for completion in each], samples
+
+    async def ask(self, url: str, round_number: int) -> float:
+        """Return the share of right answers behind the last turns; none is timed."""
+        asked = self.instructions[round_number].asked
+        asked = random.Random(round_number).sample(asked, self.questions)
+        right = []
+        async with open_session(url) as session:
+            for prompt, hints in self.contexts.values():
                 for question, answer in asked:
                     ask = [*prompt, *question]
                     said = await complete(session, ask, len(answer), hints)
                     right.append(tuple(said.token_ids) == answer)
-        self.right = tuple(right)
-        return [completion for each in held for completion in each], samples
+        return sum(right) / len(right)
 
     def _hints(self, results: Sequence[int]) -> dict[str, Any] | None:
         old = list(results[: -2 * self.newest])
@@ -140,7 +146,7 @@ def servers(args: argparse.Namespace, agents: Agents) -> dict[str, list[str]]:
 def play_round(server: Any, agents: Agents, number: int) -> Row:
     """Return a round's figures, and the share of right answers."""
     row = measure(server, agents, number)
-    row["right"] = sum(agents.right) / len(agents.right)
+    row["right"] = asyncio.run(agents.ask(server.url, number))
     shown = {name: row[name] for name in ("output_tok_s", "right", "preemptions")}
     log(f"round {number}: {server.name} {shown}")
     return row
@@ -163,7 +169,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for number in range(args.pairs + 1):
             at = number % len(names)
             for name in names[at:] + names[:at]:
-                own = replace(agents, is_hinted=name == HINTED)
+                own = replace(agents, is_hinted=name == HINTED, contexts={})
                 row = play_round(started[name], own, number)
                 rows[name] += [row] if number else []
     pairs = [(name, STOCK) for name in names if name != STOCK]
@@ -172,7 +178,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(report(medians, ratios, COLUMNS))
     return {
         "provenance": provenance.collect("benchmarks.language.agents"),
-        "agents": {**vars(agents), "instructions": args.instructions, "words": None},
+        "agents": {
+            **vars(agents),
+            "instructions": args.instructions,
+            "words": None,
+            "contexts": None,
+        },
         "servers": {
             name: {
                 "arguments": [*map(provenance.redacted, arguments[name])],
@@ -199,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--interval", type=int, default=128)
     parser.add_argument("--share", type=float, default=0.4, help="of what all need")
     parser.add_argument("--pairs", type=int, default=3, help="timed rounds")
-    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--instructions", type=int, default=1472, help="tokens")
     args = parser.parse_args(argv)

@@ -27,6 +27,7 @@ def policy(name, **values):
 
 
 RAGGED_FLASHINFER = named("FlashInfer")
+FUSED = named("attention fused")
 LORA = named("LoRA adapters with a p")
 MULTIMODAL = named("multimodal")
 WEIGHT_TRANSFER = named("weight transfer with a p")
@@ -75,6 +76,7 @@ MIXED = layers(SLIDING, FULL)
 CHUNKED = ["chunked_attention", FULL]
 EVENTS = SimpleNamespace(enable_kv_cache_events=True)
 FLEX = SimpleNamespace(name="FLEX_ATTENTION")
+FLASH, TRITON = (SimpleNamespace(name=f"{name}_ATTN") for name in ("FLASH", "TRITON"))
 
 
 def text(**values):
@@ -91,6 +93,7 @@ TRIGGERS = {
     "block sizes that the attention kernel cannot split": cache(block_size=48),
     "other attention backends": attention(backend=FLEX),
     RAGGED_FLASHINFER: attention(backend=SimpleNamespace(name="FLASHINFER")) | RAGGED,
+    FUSED: {"compilation_config.pass_config.fuse_attn_quant": True} | RAGGED,
     # The tiny model has two.
     "`quest` on more ranks than KV heads": (
         parallel(tensor_parallel_size=4) | policy("snapkv+quest")
@@ -182,12 +185,10 @@ MACHINE_TRIGGERS = {
     "the Rust front end": lambda patch: patch.setenv("VLLM_USE_RUST_FRONTEND", "1"),
 }
 # Take a machine and a flag, and some a model.
-FP8_ON_GPU = "FP8 KV caches on GPUs"
+FP8_ON_FLASH = "FP8 KV caches on GPUs with other attention than Triton's"
+E5M2_ON_GPU = "FP8 KV caches of E5M2 on GPUs"
 FP8_ON_CPU = "FP8 KV caches on CPUs without AVX-512"
-DRAFTS_ON_GPU = "speculative decoding on GPUs"
-SLIDING_ON_GPU = "sliding-window layers on GPUs"
-SINKS_ON_GPU = "learned sinks on GPUs"
-BY_DEVICE = (FP8_ON_GPU, FP8_ON_CPU, DRAFTS_ON_GPU, SLIDING_ON_GPU, SINKS_ON_GPU)
+BY_DEVICE = (FP8_ON_FLASH, E5M2_ON_GPU, FP8_ON_CPU)
 OTHER_SETTING = {"attention_type": SLIDING, "num_attention_groups": 8}
 GROUPS = [SimpleNamespace(n_heads_in_group=count) for count in (4, 8)]
 BLOCKS = [SimpleNamespace(attention=group) for group in GROUPS]
@@ -255,10 +256,9 @@ def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        *[(FP8_ON_GPU, cache(cache_dtype=dtype)) for dtype in compat.FLOAT8_CACHES],
-        (DRAFTS_ON_GPU, DRAFTS),
-        (SLIDING_ON_GPU, MIXED),
-        (SINKS_ON_GPU, GPT_OSS),
+        (FP8_ON_FLASH, cache(cache_dtype="fp8")),
+        (FP8_ON_FLASH, cache(cache_dtype="fp8_e4m3") | attention(backend=FLASH)),
+        (E5M2_ON_GPU, cache(cache_dtype="fp8_e5m2") | attention(backend=TRITON)),
     ],
 )
 def test_what_only_a_cpu_serves_is_refused_on_gpus(

@@ -182,7 +182,7 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
         if not has_flash:
             raise ImportError(name)
 
-    capability = None if major is None else SimpleNamespace(major=major)
+    capability = None if major is None else SimpleNamespace(major=major, minor=0)
     monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
     monkeypatch.setattr(compat, "import_module", load)
     monkeypatch.setattr(

@@ -45,8 +45,8 @@ def decoder(tiny_model: Path):
 
 @pytest.fixture(scope="session")
 def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Gemma 3 folder, see `support.made_sliding`."""
-    from support.made_sliding import make_gemma3
+    """A random Gemma 3 folder, see `commands.trials`."""
+    from vllm_kvpolicy.commands.trials import make_gemma3
 
     return make_gemma3(tmp_path_factory.mktemp("gemma3"))
 

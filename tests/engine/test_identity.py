@@ -15,7 +15,8 @@ import pytest
 from support import sweeps
 from support.cpu import needs_float8
 from support.engine.helpers import POLICIES, Job, Run, make_jobs, serve
-from support.made_sliding import PATTERN, make_gemma3
+from support.made_sliding import PATTERN
+from vllm_kvpolicy.commands.trials import make_gemma3
 from vllm_kvpolicy.config_keys import PRESSURE
 
 # With ragged tables pages change heads and layers, too.

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.metrics.stats import SchedulerStats
 
+from support.cpu import needs_float8
 from support.engine.helpers import (
     BLOCK,
     Engine,
@@ -14,6 +16,7 @@ from support.engine.helpers import (
     make_jobs,
     make_prompt,
 )
+from vllm_kvpolicy.worker.compaction import Compactor
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
 
@@ -225,3 +228,41 @@ def test_the_longest_request_that_fits_is_searched_for(tiny_model: Path) -> None
         assert BLOCK * 30 < longest == BLOCK * engine.num_usable < 2048
         (result,) = engine.run(make_jobs((longest - 40,), 40)).results.values()
         assert len(result.all_tokens) == longest
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        ("ams-tova", "auto"),
+        ("adakv-snapkv", "auto"),
+        # Windows are set to zeros when their events are over, not when they are read.
+        pytest.param("ams-tova", "fp8", marks=needs_float8),
+    ],
+)
+def test_events_without_memory_for_all_come_one_after_the_other(
+    policy: str, kind: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as they are too many at once, and with the same survivors."""
+    values = {**VALUES, "policy": policy, "spread_events": False}
+    jobs = make_jobs((40,) * 5, 250, seed=5)  # in step with each other
+    place, sizes = Compactor._place, []
+
+    def short(self: Compactor, batch: Any, choice: Any) -> Any:
+        sizes.append(len(batch.events))
+        if is_short and len(batch.events) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return place(self, batch, choice)
+
+    monkeypatch.setattr(Compactor, "_place", short)
+    found = []
+    with Engine(tiny_model, values, kv_cache_dtype=kind) as engine:
+        engine.runtime.compactor.most_tokens.clear()
+        for is_short in (False, True):
+            sizes.clear()
+            found.append(engine.run(jobs))
+            assert max(sizes) == 5
+        assert sizes.count(1) == 5 * sizes.count(5) and {*sizes} <= {1, 2, 3, 5}
+    whole, halves = found
+    assert whole.counters["tokens_dropped"] > 0
+    for name, result in whole.results.items():
+        assert halves.results[name].tokens == result.tokens

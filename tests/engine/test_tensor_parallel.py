@@ -31,9 +31,10 @@ from support.engine.tensor_parallel import (
     watch_events,
     write_model,
 )
-from support.made_sliding import NUM_FULL, PATTERN, make_gemma3
+from support.made_sliding import NUM_FULL, PATTERN
 from support.repetition import repetitive
 from support.sweeps import covering, evictions, some
+from vllm_kvpolicy.commands.trials import make_gemma3
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.policies.names import parse
 

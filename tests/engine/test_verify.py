@@ -1,12 +1,20 @@
 """`vllm-kvpolicy verify MODEL`: well as it is, and not with a kernel that is broken."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from vllm.triton_utils import dispatcher
+
+from support.cpu import needs_float8
+from support.engine.helpers import keep_kernels
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy.commands import verify as verify_command
 from vllm_kvpolicy.commands import verify_engine as engine
+from vllm_kvpolicy.commands.judge import PASSED
+from vllm_kvpolicy.commands.trials import TRIALS
 from vllm_kvpolicy.events import LAST_PHASE, EventPlan
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 
@@ -20,6 +28,18 @@ def broken(pages, source_slots, dest_slots, first, in_place=None):
     compact_pages_ref(pages, wrong, dest_slots, first, in_place)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kernels_kept() -> None:
+    """Engines of this file replace kernels once, as those of others."""
+    register: Callable[..., None] = dispatcher.register_kernels
+
+    def once(overrides: Any) -> None:
+        register(overrides)
+        keep_kernels()
+
+    dispatcher.register_kernels = once
+
+
 @pytest.mark.slow
 def test_a_healthy_engine(tiny_model: Path, capsys: pytest.CaptureFixture) -> None:
     assert command.main(["verify", str(tiny_model)]) == 0
@@ -31,11 +51,38 @@ def test_a_healthy_engine(tiny_model: Path, capsys: pytest.CaptureFixture) -> No
     assert "verify: starting stock vLLM" in printed.err
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["windows", "sinks", "ngram"])
+def test_a_feature_that_works(name: str) -> None:
+    """Drafts as well, whose second engine starts as on a GPU, see `keep_kernels`."""
+    trial, config, states = TRIALS[name], verify_command._config({}), []
+    for check in engine.trial_checks(trial, ["float32"], config, states.append):
+        assert check.result == PASSED and check.name.startswith("float32, "), check
+        states.append(check.result)
+    assert states.count(PASSED) == 7 + (name == "ngram")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(None, id="model"),
+        pytest.param("fp8", marks=needs_float8),
+        pytest.param("windows", marks=pytest.mark.slow),
+        pytest.param("sinks", marks=pytest.mark.slow),
+    ],
+)
 def test_a_kernel_that_copies_from_a_wrong_page(
-    tiny_model: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    what: str | None,
+    tiny_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(compact_pages, "implementation", lambda which: broken)
-    assert command.main(["verify", str(tiny_model), "--kv-policy", "tova"]) == 1
+    words = [str(tiny_model)] if what is None else ["--feature", what]
+    assert command.main(["verify", *words, "--kv-policy", "tova"]) == 1
+    assert not (tmp_path / "vllm-kvpolicy").exists()
     lines = capsys.readouterr().out.splitlines()
     assert any(
         line.startswith("FAILED") and MOVED in line and "differs from output" in line

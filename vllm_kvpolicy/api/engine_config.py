@@ -20,6 +20,7 @@ from vllm.logger import init_logger
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.api.engines import server_name
+from vllm_kvpolicy.api.evidence import tell_untested
 from vllm_kvpolicy.api.guards import machine_refusals, refusals
 from vllm_kvpolicy.config import CONFIG_KEY, ConfigValues, KVPolicyConfig
 from vllm_kvpolicy.config_keys import shown
@@ -112,6 +113,8 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         unique = additional.pop(ENGINE_KEY, None) or uuid4().hex
         vllm_config.additional_config = ConfigValues(additional, config)
         _refuse(config, refusals(vllm_config))
+        if compat.is_first_process(engine_args):
+            tell_untested(vllm_config)
         config = settled(vllm_config)
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)
@@ -238,7 +241,8 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
     if platform == "cuda" and chosen == (None, None):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        chosen_name = compat.cuda_attention_backend(str(engine_args.dtype))
+        dtypes = str(engine_args.dtype), engine_args.kv_cache_dtype
+        chosen_name = compat.cuda_attention_backend(*dtypes)
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
     logger.info(
         "KV policy %s: block size %s, attention backend %s",

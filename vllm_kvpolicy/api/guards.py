@@ -96,6 +96,11 @@ def several(name: str) -> Question:
     return lambda config: getattr(config.parallel_config, f"{name}_size") > 1
 
 
+def speculates_by(method: str) -> Question:
+    """Return the question whether drafts come from a method of vLLM."""
+    return lambda config: getattr(config.speculative_config, "method", None) == method
+
+
 def given(field: str) -> Question:
     """Return the question whether a field is anything but None."""
     return lambda config: attrgetter(field)(config) is not None
@@ -135,8 +140,11 @@ def _block_is_odd(config: Any) -> bool:
     return config.cache_config.block_size % unit != 0
 
 
-def _backends(config: Any) -> set[str]:
-    """Return the attention backends that the user chose."""
+TRITON, FLASHINFER = "TRITON_ATTN", "FLASHINFER"
+
+
+def backends(config: Any) -> set[str]:
+    """Return the attention backends that were chosen, for all layers or by kind."""
     attention = config.attention_config
     chosen = [attention.backend, *attention.backend_per_kind.values()]
     return {backend.name for backend in chosen if backend is not None}
@@ -172,7 +180,7 @@ DECIDING = {"cohere2", "cohere_compass", "exaone4", "exaone4_5", "exaone_moe"}
 DECIDING |= {"granite_swa", "granitemoe_swa", "muse_glimmer"}
 
 
-def _mixes_windows(config: Any) -> bool:
+def mixes_windows(config: Any) -> bool:
     return {FULL, SLIDING} <= set(layer_kinds(config))
 
 
@@ -320,13 +328,19 @@ REFUSALS = (
     ),
     Refusal(
         "other attention backends",
-        lambda config: not _backends(config) <= set(compat.ATTENTION_BACKENDS),
+        lambda config: not backends(config) <= set(compat.ATTENTION_BACKENDS),
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
     ),
     Refusal(
         "FlashInfer with per-head lengths ({ragged})",
-        all_of(lambda config: "FLASHINFER" in _backends(config), is_ragged),
+        all_of(lambda config: FLASHINFER in backends(config), is_ragged),
         "leave out --attention-backend",
+    ),
+    Refusal(
+        "attention fused with the quantisation of its output, with per-head lengths "
+        "({ragged})",
+        all_of(on("compilation_config.pass_config.fuse_attn_quant"), is_ragged),
+        'set "pass_config": {"fuse_attn_quant": false} in --compilation-config',
     ),
     Refusal(
         f"{_SELECTING} on more ranks than KV heads",
@@ -373,12 +387,6 @@ REFUSALS = (
         'set "method": "ngram" or "suffix" in --speculative-config, or leave it out',
     ),
     Refusal(
-        "speculative decoding on GPUs",
-        all_of(speculates, is_on_gpu),
-        "leave out --speculative-config: on GPUs policies with drafts have passed one "
-        "check only, in float32",
-    ),
-    Refusal(
         "speculative decoding with what measures each token ({measures_tokens})",
         all_of(speculates, has_word_with("measures_tokens")),
         "leave out --speculative-config: a token is compared with the one before it, "
@@ -401,43 +409,37 @@ REFUSALS = (
     ),
     Refusal(
         "sliding-window layers without the hybrid KV cache manager",
-        all_of(_mixes_windows, on("scheduler_config.disable_hybrid_kv_cache_manager")),
+        all_of(mixes_windows, on("scheduler_config.disable_hybrid_kv_cache_manager")),
         "leave out --disable-hybrid-kv-cache-manager",
     ),
     Refusal(
         "full attention in several KV cache groups",
         all_of(
-            _mixes_windows, lambda config: sliding_groups(config).num_full_groups > 1
+            mixes_windows, lambda config: sliding_groups(config).num_full_groups > 1
         ),
         "serve a model with fewer layers of full attention than with sliding windows, "
         "or with less than half as many more",
     ),
     Refusal(
         "per-head lengths with sliding-window layers",
-        all_of(_mixes_windows, is_ragged),
+        all_of(mixes_windows, is_ragged),
         "choose a policy whose heads keep equal numbers of tokens, without "
         + _SELECTING,
     ),
     Refusal(
         "sliding-window layers with a policy for the model's own weights ({fitted})",
-        all_of(_mixes_windows, is_fitted),
+        all_of(mixes_windows, is_fitted),
         "choose another policy: no file was made or tested for such a model",
     ),
     Refusal(
         "FP8 KV caches with sliding-window layers",
-        all_of(_mixes_windows, is_float8),
+        all_of(mixes_windows, is_float8),
         "leave out --kv-cache-dtype",
     ),
     Refusal(
         "speculative decoding with sliding-window layers",
-        all_of(_mixes_windows, speculates),
+        all_of(mixes_windows, speculates),
         "leave out --speculative-config",
-    ),
-    Refusal(
-        "sliding-window layers on GPUs",
-        all_of(_mixes_windows, is_on_gpu),
-        "serve a model whose layers all attend to the whole context: on GPUs policies "
-        "beside windows have passed one check only, in float32",
     ),
     Refusal(
         "layers other than full attention and sliding windows",
@@ -566,11 +568,6 @@ REFUSALS = (
         all_of(has_sinks, is_float8),
         "leave out --kv-cache-dtype",
     ),
-    Refusal(
-        "learned sinks on GPUs",
-        all_of(has_sinks, is_on_gpu),
-        "serve a model without learned sinks: no GPU has run a policy with them",
-    ),
     # What it is.
     Refusal(
         "pooling models",
@@ -614,10 +611,17 @@ REFUSALS = (
         "dtype, or leave it out",
     ),
     Refusal(
-        "FP8 KV caches on GPUs",
-        all_of(is_float8, is_on_gpu),
-        "leave out --kv-cache-dtype, or name the model's own dtype where the "
-        "checkpoint asks for FP8: no GPU has run a policy over one",
+        "FP8 KV caches on GPUs with other attention than Triton's",
+        all_of(is_float8, is_on_gpu, lambda config: backends(config) != {TRITON}),
+        "set --attention-backend TRITON_ATTN, or leave out --kv-cache-dtype: the "
+        "others want FP8 queries, which no scorer reads",
+    ),
+    Refusal(
+        "FP8 KV caches of E5M2 on GPUs",
+        all_of(
+            lambda config: config.cache_config.cache_dtype == "fp8_e5m2", is_on_gpu
+        ),
+        "set --kv-cache-dtype fp8: vLLM's Triton attention reads and writes E4M3",
     ),
     Refusal(
         "FP8 KV caches on CPUs without AVX-512",

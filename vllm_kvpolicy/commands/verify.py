@@ -40,7 +40,11 @@ def main(words: Sequence[str]) -> int:
     parser = _parser()
     given = parser.parse_args(words)
     flags = cli.given_values(vars(given))
-    if not given.target.startswith(("http://", "https://")):
+    if (given.target is None) == (given.feature is None):
+        parser.error("expected a MODEL, a URL or --feature, one of them")
+    if given.feature is not None:
+        lines, checks = _of_feature(given, flags)
+    elif not given.target.startswith(("http://", "https://")):
         lines, checks = _of_model(given, flags)
     elif flags or given.dtype is not None:
         parser.error(
@@ -49,10 +53,12 @@ def main(words: Sequence[str]) -> int:
     else:
         lines, checks = _of_server(given)
     found = _told_each(checks)
-    print(table([("verified", given.target), *lines]))
+    print(table([("verified", given.target or given.feature), *lines]))
     print(f"\n{table((each.result, each.name, each.figures) for each in found)}")
     seconds = time.monotonic() - started
     print(f"\n{judge.summary(found)} ({seconds:.0f} s)")
+    if given.feature is not None and all(each.result == judge.PASSED for each in found):
+        import_module("vllm_kvpolicy.api.evidence").remember([given.feature])
     return 0 if judge.is_healthy(found) else 1
 
 
@@ -63,7 +69,14 @@ def _parser() -> argparse.ArgumentParser:
         "running server with its URL, and print a report to paste into an issue.",
     )
     add = parser.add_argument
-    add("target", metavar="MODEL|URL", help="folder or name, or http://HOST:PORT")
+    target = "folder or name, or http://HOST:PORT"
+    add("target", metavar="MODEL|URL", nargs="?", help=target)
+    add(
+        "--feature",
+        metavar="NAME",
+        help="check one that a start calls untested on this device, with a tiny model "
+        "made for it; what passes is not called so again",
+    )
     add(
         "--dtype",
         help=f"of a MODEL (default: {DTYPE}, in which moved tokens give equal answers)",
@@ -107,16 +120,48 @@ def _of_model(
     config, dtype = _config(flags), given.dtype or DTYPE
     # Loads vLLM, which a server's URL does not need.
     engine = import_module("vllm_kvpolicy.commands.verify_engine")
+    lines = _of_machine(config, dtype)
+    return lines, engine.checks(given.target, dtype, config, _say)
+
+
+def _of_feature(
+    given: argparse.Namespace, flags: Mapping[str, Any]
+) -> tuple[Lines, Iterator[Check]]:
+    """Return what is said of a feature's engines, and their checks.
+
+    On GPUs they run in float32, where answers must be equal, and in bfloat16, where
+    they run with the kernels that servers use.
+    """
+    trials = import_module("vllm_kvpolicy.commands.trials").TRIALS
+    if given.feature not in trials:
+        raise ValueError(
+            f"--feature: got {given.feature}, expected one of {', '.join(trials)}"
+        )
+    config, trial = _config(flags), trials[given.feature]
+    is_gpu = compat.platform_name() != "cpu"
+    if "speculative_config" in trial.settings and not is_gpu:
+        raise ValueError(
+            f"--feature: got {given.feature}, expected another one on a CPU, where "
+            "vLLM starts no second engine with drafts in a process; our tests run it"
+        )
+    dtypes = trial.gpu_dtypes if is_gpu else (DTYPE,)
+    dtypes = dtypes if given.dtype is None else (given.dtype,)
+    engine = import_module("vllm_kvpolicy.commands.verify_engine")
+    lines = _of_machine(config, " and ".join(dtypes))
+    return lines, engine.trial_checks(trial, dtypes, config, _say)
+
+
+def _of_machine(config: KVPolicyConfig, dtype: str) -> Lines:
+    """Return what is said of this machine, and of the policy that is checked."""
     name = compat.platform_name()
     numbers = f"budget {config.budget_tokens}, interval {config.interval_tokens}"
-    lines = [
+    return [
         ("python", platform.python_version()),
         ("platform", name),
         ("kernels", preferences.summary(name)),
         ("policy", f"{config.policy}, {numbers}, {dtype}"),
         *((name, compat.package_version(name)) for name in DISTRIBUTIONS),
     ]
-    return lines, engine.checks(given.target, dtype, config, _say)
 
 
 @contextmanager

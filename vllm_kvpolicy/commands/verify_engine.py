@@ -3,7 +3,10 @@
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from vllm import EngineArgs, SamplingParams, TokensPrompt
@@ -12,10 +15,15 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import Answer, Check, text
+from vllm_kvpolicy.commands.trials import Trial, numbers
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 
 MOVER = "identity"
 OUTPUT_TOKENS = 160
+EXACT = "float32"  # the dtype in which nothing but equal tokens will do
+# Nats: tokens of half precision that are closer are level, and stock beside itself must
+# not differ where they are further apart than half of the other.
+LEVEL, MOST_LEVEL = 0.13, 1.0
 LEAST_HELD = 192  # tokens before an event; lengths grow by what is held beyond
 Say = Callable[[str], None]
 
@@ -76,9 +84,11 @@ class Engine:
         dtype: str,
         sizes: Sizes,
         policy: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         additional = {} if policy is None else {CONFIG_KEY: dict(policy)}
         config = EngineArgs(
+            **deepcopy(dict(settings or {})),  # vLLM writes into some of them
             model=model,
             dtype=dtype,
             max_model_len=sizes.longest,
@@ -94,10 +104,14 @@ class Engine:
         self._asked = 0
 
     def prompts(self) -> list[list[int]]:
+        """Return prompts of text, or of numbers where there is no tokenizer."""
+        lengths = self.sizes.prompts
+        if self._engine.model_config.skip_tokenizer_init:
+            return [numbers(seed, length) for seed, length in enumerate(lengths)]
         encode = self._engine.get_tokenizer().encode
         return [
             list(encode(text(seed, length)))[:length]
-            for seed, length in enumerate(self.sizes.prompts)
+            for seed, length in enumerate(lengths)
         ]
 
     def ask(
@@ -108,6 +122,8 @@ class Engine:
             temperature=0,
             max_tokens=OUTPUT_TOKENS,
             ignore_eos=True,
+            logprobs=2,
+            detokenize=False,
             extra_args=dict(keys or {}),
         )
         order = []
@@ -120,9 +136,11 @@ class Engine:
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 said = (output.kv_transfer_params or {}).get(CONFIG_KEY)
+                completion = output.outputs[0]
                 found[output.request_id] = Answer(
-                    tuple(output.outputs[0].token_ids),
+                    tuple(completion.token_ids),
                     None if said is None else len(said["dropped"]),
+                    tuple(map(_lead, completion.logprobs)),
                 )
         return [found[name] for name in order]
 
@@ -139,39 +157,62 @@ class Engine:
         self._engine.engine_core.shutdown()
 
 
+def _lead(logprobs: Mapping[int, Any]) -> float:
+    """Return by how much the best token is ahead of the next, in nats."""
+    best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)[
+        :2
+    ]
+    return best - second
+
+
 Values = Mapping[str, Any]
 Judge = Callable[[Engine], Iterator[Check]]
 
 
-def checks(model: str, dtype: str, config: KVPolicyConfig, say: Say) -> Iterator[Check]:
+def checks(
+    model: str,
+    dtype: str,
+    config: KVPolicyConfig,
+    say: Say,
+    settings: Values | None = None,
+) -> Iterator[Check]:
     """Start engines one after the other and yield what was found.
 
     Args:
         dtype: as for vLLM; float32 leaves no rounding by which moved tokens differ.
+            Of others stock beside itself shows how much that is.
         say: is told what takes long before it begins.
+        settings: of vLLM's EngineArgs, for all engines.
 
     Raises:
         ValueError: there is no such model, or its requests are too short for an event.
     """
     sizes = Sizes(config.budget_tokens + config.interval_tokens)
-    sizes.check(config, EngineArgs(model=model).create_model_config().max_model_len)
+    settings = settings or {}
+    about = EngineArgs(**settings, model=model).create_model_config()
+    sizes.check(config, about.max_model_len)
     prompts: list[list[int]] = []
     stock: list[Answer] = []
+    level = 0.0
 
     def judged(where: str, policy: Values | None, judge_it: Judge) -> Iterator[Check]:
         say(f"starting {where}")
 
         def begun() -> Iterator[Check]:
-            with _started(model, dtype, sizes, policy) as engine:
+            with _started(model, dtype, sizes, policy, settings) as engine:
                 name = f"{where}: the engine answers"
                 yield from judge.until_stopped(name, judge_it(engine))
 
         yield from judge.until_stopped(f"{where}: the engine starts", begun())
 
     def asked(engine: Engine) -> Iterator[Check]:
+        nonlocal level
         prompts.extend(engine.prompts())
         stock.extend(engine.ask(prompts))
-        yield from ()
+        if dtype != EXACT:
+            alone = [answer for prompt in prompts for answer in engine.ask([prompt])]
+            level = max(LEVEL, 2 * judge.widest_lead(stock, alone))
+            yield judge.is_steady(level, MOST_LEVEL)
 
     yield from judged("stock vLLM", None, asked)
     if not stock:
@@ -179,11 +220,41 @@ def checks(model: str, dtype: str, config: KVPolicyConfig, say: Say) -> Iterator
     # Requests have their events where a kept prompt would not count.
     values = {**config.to_dict(), "report_events": True, "pin": "none"}
     mover = {**values, "policy": MOVER, "policy_config": {}, "allow": []}
-    yield from judged(MOVER, mover, lambda engine: _mover(engine, prompts, stock))
+    drafts = "speculative_config" in settings
+    asked_of = Asked(prompts, stock, level)
+    yield from judged(MOVER, mover, lambda engine: _mover(engine, asked_of, drafts))
     policy = {**values, "budget": sizes.longest}
     yield from judged(
-        config.policy, policy, lambda engine: _policy(engine, prompts, stock, config)
+        config.policy, policy, lambda engine: _policy(engine, asked_of, config)
     )
+
+
+def trial_checks(
+    trial: Trial, dtypes: Sequence[str], config: KVPolicyConfig, say: Say
+) -> Iterator[Check]:
+    """Yield the checks of a feature, on engines of its own model, for each dtype."""
+    settings = {"skip_tokenizer_init": True, **trial.settings}
+    with TemporaryDirectory() as folder:
+        model = str(trial.make(Path(folder)))
+        for dtype in dtypes:
+            for check in checks(model, dtype, config, say, settings):
+                yield replace(check, name=f"{dtype}, {check.name}")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Prompts, stock's answers to them, and by how much others may differ, in nats."""
+
+    prompts: Sequence[Sequence[int]]
+    stock: Sequence[Answer]
+    level: float
+
+    def judged(
+        self, name: str, found: Sequence[Answer], grown: Values, has_events: bool
+    ) -> Check:
+        return judge.same_tokens(
+            name, self.stock, found, grown, has_events=has_events, level=self.level
+        )
 
 
 @contextmanager
@@ -198,37 +269,32 @@ def _started(*arguments: Any) -> Iterator[Engine]:
         gc.collect()
 
 
-def _mover(
-    engine: Engine, prompts: Sequence[Sequence[int]], stock: Sequence[Answer]
-) -> Iterator[Check]:
+def _mover(engine: Engine, asked: Asked, drafts: bool) -> Iterator[Check]:
     """Judge the policy that keeps every token and moves most of them."""
     before = engine.counters()
-    found = engine.ask(prompts)
+    found = engine.ask(asked.prompts)
     grown = judge.growth(before, engine.counters())
     name = f"{MOVER}: tokens that were moved give stock's answers"
-    yield judge.same_tokens(name, stock, found, grown, has_events=True)
+    yield asked.judged(name, found, grown, has_events=True)
+    if drafts:
+        yield judge.drafts_are_taken(found, grown)
     yield judge.counters_agree(MOVER, found, grown)
     yield judge.pool_is_free(MOVER, engine.num_held())
 
 
-def _policy(
-    engine: Engine,
-    prompts: Sequence[Sequence[int]],
-    stock: Sequence[Answer],
-    config: KVPolicyConfig,
-) -> Iterator[Check]:
+def _policy(engine: Engine, asked: Asked, config: KVPolicyConfig) -> Iterator[Check]:
     """Judge a policy: with a budget that never binds, and with its own."""
     info = config.resolved().info
     start = engine.counters()
-    ample = engine.ask(prompts)
+    ample = engine.ask(asked.prompts)
     between = engine.counters()
     most = engine.sizes.longest
     name = f"{config.policy}: a budget of {most} tokens gives stock's answers"
     grown = judge.growth(start, between)
-    check = judge.same_tokens(name, stock, ample, grown, has_events=False)
+    check = asked.judged(name, ample, grown, has_events=False)
     yield judge.left_open(check, _differs_from_stock(config))
     small = {} if info.is_unbounded else {"kv_budget": config.budget_tokens}
-    found = engine.ask(prompts, small)
+    found = engine.ask(asked.prompts, small)
     end = engine.counters()
     check = judge.memory_returns(judge.growth(between, end))
     why = "without a scorer it may keep every token" if info.keeps_all else None

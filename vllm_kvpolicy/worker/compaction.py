@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from vllm.logger import init_logger
 
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.kernels.compact_pages import (
@@ -84,6 +85,9 @@ def merge_dropped(
             merge_pages(pages[group], *rows, pool.scales(name, layers.flatten()))
 
 
+logger = init_logger("vllm.kv_policy")
+
+
 @dataclass(frozen=True)
 class Compactor:
     """Carries out events on the pages of one KV cache group.
@@ -138,11 +142,26 @@ class Compactor:
             yield events[start:]
 
     def _run_batch(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
-        batch = self._open(events)
-        choice = self._decide(batch)
-        destinations = self._place(batch, choice)
-        self._move(batch, choice, destinations)
-        return self._commit(batch, choice, destinations)
+        """Carry out a batch; in halves, one after the other, where memory is short.
+
+        Up to where tokens move, what has been done may be done again. Ranks that choose
+        together cannot know of each other that one is short.
+        """
+        try:
+            batch = self._open(events)
+            choice = self._decide(batch)
+            destinations = self._place(batch, choice)
+        except torch.OutOfMemoryError:
+            if len(events) == 1 or self.ranks is not ONE_RANK:
+                raise
+            half = len(events) // 2
+        else:
+            for capture in self.captures:  # before others get what they lie on
+                capture.forget_windows(events)
+            self._move(batch, choice, destinations)
+            return self._commit(batch, choice, destinations)
+        logger.warning("KV policy: no memory for %d events at once", len(events))
+        return [*self._run_batch(events[:half]), *self._run_batch(events[half:])]
 
     def _open(self, events: Sequence[CompactEvent]) -> Batch:
         """Find the requests' rows and pages; first events find theirs empty."""

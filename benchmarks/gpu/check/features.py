@@ -1,11 +1,8 @@
-"""Features that were never tried on a GPU, or not enough.
-
-What is refused for that reason alone is let through here: checks that pass are the
-evidence for serving it.
-"""
+"""Features that were never tried on a GPU, or not enough."""
 
 import os
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,30 +21,19 @@ from benchmarks.gpu.check.engines import (
     one_of_each,
 )
 from benchmarks.gpu.check.where import Jobs, Where, assert_given_back
-from support.engine.helpers import Engine, Run, make_jobs
+from support.engine.helpers import Engine, Run
 from support.made_adapters import make_adapter
 from support.made_gates import make_gates
 from support.made_patterns import write_pattern
-from support.made_sinks import make_gpt_oss
-from support.made_sliding import make_gemma3
 from support.made_surrogates import write_surrogate
 from support.repetition import watch_drafts
-from vllm_kvpolicy.api import guards
+from vllm_kvpolicy.commands.judge import PASSED
+from vllm_kvpolicy.commands.trials import TRIALS
+from vllm_kvpolicy.commands.verify_engine import trial_checks
+from vllm_kvpolicy.config import KVPolicyConfig
 
 LAYERS, HEADS, HEAD_DIM, HIDDEN = 6, 2, 32, 320
 """Of the packaged model."""
-LET_THROUGH = (
-    "speculative decoding on GPUs",
-    "sliding-window layers on GPUs",
-    "learned sinks on GPUs",
-)
-"""Refused only because too little of it has run on a GPU."""
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 3,
-    "prompt_lookup_min": 1,
-    "prompt_lookup_max": 3,
-}
 WORDS = {
     "DMS": ("dms", "dms+ams-tova"),
     "KVzap": ("kvzap", "kvzap+snapkv"),
@@ -104,13 +90,6 @@ def check_words(checks: Any) -> None:
             notes.append(f"{counters['events']:.0f} events")
             notes.append(f"{counters['tokens_dropped']:.0f} tokens dropped")
             notes.append(f"{run.steps} steps")
-
-
-def let_through() -> None:
-    """Refuse LET_THROUGH no longer."""
-    rows = [row for row in guards.REFUSALS if row.feature not in LET_THROUGH]
-    assert len(rows) == len(guards.REFUSALS) - len(LET_THROUGH)
-    guards.REFUSALS = tuple(rows)
 
 
 def check_identity(checks: Any, where: Where) -> None:
@@ -175,22 +154,20 @@ def watched(engine: Engine, jobs: Jobs, notes: list[str]) -> Run:
     return run
 
 
-def check_feature(name: str, checks: Any) -> None:
-    """Try `ngram` drafts, sliding `windows`, learned `sinks` or the first `runner`."""
-    let_through()
-    changes: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 2048}
-    if name == "ngram":
-        changes["speculative_config"] = NGRAM
-    elif name == "runner":
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    with tempfile.TemporaryDirectory() as folder:
-        fields = {}
-        if name in ("windows", "sinks"):
-            make = make_gemma3 if name == "windows" else make_gpt_oss
-            changes["skip_tokenizer_init"] = True
-            fields["model"] = make(Path(folder))
-            fields["jobs"] = make_jobs([40, 90, 150, 300, 333, 60], 120)
-        for backend in ("TRITON_ATTN", "FLASH_ATTN"):
-            where = on_gpu(backend)
-            settings = {**where.settings, **changes}
-            check_identity(checks, replace(where, settings=settings, **fields))
+def check_runner(checks: Any) -> None:
+    """Try vLLM's first model runner."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    changes = {"max_num_seqs": 16, "max_model_len": 2048}
+    for backend in ("TRITON_ATTN", "FLASH_ATTN"):
+        where = on_gpu(backend)
+        check_identity(checks, replace(where, settings={**where.settings, **changes}))
+
+
+def check_trial(name: str, checks: Any) -> None:
+    """Run what `vllm-kvpolicy verify --feature NAME` runs."""
+    trial, config = TRIALS[name], KVPolicyConfig("ams-tova", 128, 64)
+    started = time.monotonic()
+    for check in trial_checks(trial, trial.gpu_dtypes, config, print):
+        seconds = time.monotonic() - started
+        checks.add(check.name, check.result == PASSED, seconds, check.figures)
+        started = time.monotonic()

@@ -113,9 +113,10 @@ GROUPS = {
     ),
     "flashinfer": _ours("engines:check_flashinfer"),
     "words": _ours("features:check_words", **IEEE),
+    "runner": _ours("features:check_runner", **IEEE),
     **{
-        name: _ours("features:check_feature", name, **IEEE)
-        for name in ("ngram", "windows", "sinks", "runner")
+        name: _ours("features:check_trial", name, **IEEE)
+        for name in ("fp8", "windows", "sinks", "ngram")
     },
 }
 

@@ -46,6 +46,8 @@ ENGINE = {
 CAPTURED = ("ams-tova", "hard-snapkv")
 SHARED = ("policy", "policy_config", "budget", "interval", "events", "recent")
 SHARED += ("prefill_interval",)
+FP8 = {"kv_cache_dtype": "fp8"}
+MOVERS = ("identity", "ragged identity")
 KV_POLICY = {
     "budget": 48,
     "interval": 16,
@@ -79,7 +81,9 @@ def install(attention_backend: str) -> None:
     torch.cuda.get_device_capability = lambda *args, **kwargs: (9, 0)
     torch.cuda.get_device_properties = lambda *args, **kwargs: properties
     from vllm.platforms import current_platform
+    from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 
+    triton_reshape_and_cache_flash._is_supported_kv_cache_dtype = lambda dtype: True
     type(current_platform).get_attn_backend_cls = classmethod(
         lambda cls, *args, **kwargs: attention_backend
     )
@@ -191,6 +195,7 @@ def main(model: str, trace_dir: str, output: str, extent: str = "") -> None:
         install("vllm_kvpolicy.worker.backends.triton.KVPolicyTritonBackend")
     from vllm_kvpolicy import compat
 
+    has_float8 = compat.reads_float8()  # v1's attention on this CPU
     result: dict[str, Any] = {}
     if extent == "all":
         result["stock"], _ = generate(model, None)
@@ -219,11 +224,18 @@ def main(model: str, trace_dir: str, output: str, extent: str = "") -> None:
             "on call": {**KV_POLICY, "policy": "streaming", "events": "pressure"},
             **cases,
         }
+    if has_float8:
+        cases["fp8"] = cases["ams-tova"] | {"trace_dir": f"{trace_dir}-fp8"}
+        if extent == "all":
+            result["fp8 stock"], _ = generate(model, None, **FP8)
+            movers = {f"fp8 {name}": cases[name] for name in MOVERS}
+            cases |= movers
     for name, policy in cases.items():
         before = dict(counts)
         # As where attention is replayed: always our tables, queries always saved.
         compat.captures_attention = lambda config, name=name: name in CAPTURED
-        tokens, events = generate(model, policy)
+        changes = FP8 if name.startswith("fp8") else {}
+        tokens, events = generate(model, policy, **changes)
         ran = {key: counts[key] - before[key] for key in counts}
         result[name] = {"tokens": tokens, "events": events, **ran}
     result["signals"] = dict(signals)

@@ -41,7 +41,15 @@ class KVPolicyTritonMetadataBuilder(
 
 
 class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):
-    """Stock Triton attention that saves queries."""
+    """Stock Triton attention that saves queries.
+
+    Queries stay in the model's dtype over an FP8 cache, too, where stock rounds them to
+    FP8: scorers read them, and the kernel turns keys and values into that dtype.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = False
 
 
 class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):

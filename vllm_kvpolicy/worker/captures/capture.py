@@ -66,6 +66,9 @@ class Capture:
         """Return the fields of `EventInputs` that this capture fills for the batch."""
         return {}
 
+    def forget_windows(self, events: Sequence[CompactEvent]) -> None:
+        """Forget the query windows of events that have been carried out."""
+
     def move(self, moves: Moves) -> None:
         """Move values that are kept by slot along with survivors."""
 

@@ -104,6 +104,7 @@ class QueryWindows(Capture):
         """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
         if self._is_planned or (self._is_captured and self._is_capturing()):
             assert len(query) <= len(self.targets), "more tokens than planned"
+            assert query.dtype == self.pool.dtype, f"queries of {query.dtype}"
             rows = self.pool.vectors_of(layer)
             save_rows(rows, query.view(len(query), -1).view(rows.dtype), self.targets)
 
@@ -127,9 +128,10 @@ class QueryWindows(Capture):
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         window_tokens = batch.policy.needs.window_tokens
-        queries = self.queries(batch.sent["window_rows"], window_tokens)
-        self.drop([event.request_id for event in batch.events])
-        return {"queries": queries}
+        return {"queries": self.queries(batch.sent["window_rows"], window_tokens)}
+
+    def forget_windows(self, events: Sequence[CompactEvent]) -> None:
+        self.drop([event.request_id for event in events])
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget windows; leave no query in the superblocks of an FP8 cache."""

@@ -1,0 +1,167 @@
+"""What starts call untested on a GPU, and what `verify --feature` remembers of it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from vllm_kvpolicy import __main__ as command
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api import evidence
+from vllm_kvpolicy.commands import judge, trials, verify_engine
+from vllm_kvpolicy.commands.judge import FAILED, PASSED, Answer, Check
+
+FLASHINFER = SimpleNamespace(name="FLASHINFER")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder; returns the file in it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "vllm-kvpolicy" / evidence.FILE
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    monkeypatch.setattr(compat, "gpu_capability", lambda: (9, 0))
+    monkeypatch.setattr(compat, "device_name", lambda: "a card")
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """Return what features read of a finished VllmConfig."""
+    text = SimpleNamespace(layer_types=None, model_type="qwen3")
+    values = {
+        "cache_config": SimpleNamespace(cache_dtype="auto", sliding_window=None),
+        "model_config": SimpleNamespace(hf_text_config=text),
+        "attention_config": SimpleNamespace(backend=None, backend_per_kind={}),
+        "parallel_config": SimpleNamespace(tensor_parallel_size=1),
+        "speculative_config": None,
+        "lora_config": None,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def mixed() -> SimpleNamespace:
+    text = SimpleNamespace(
+        layer_types=list(trials.KINDS), model_type="gemma3_text", sliding_window=48
+    )
+    return SimpleNamespace(hf_text_config=text)
+
+
+USES: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "cache_config": SimpleNamespace(cache_dtype="fp8_e4m3", sliding_window=None)
+    },
+    "windows": {"model_config": mixed()},
+    "sinks": {
+        "model_config": SimpleNamespace(
+            hf_text_config=SimpleNamespace(layer_types=None, model_type="gpt_oss")
+        )
+    },
+    "ngram": {"speculative_config": SimpleNamespace(method="ngram")},
+    "suffix": {"speculative_config": SimpleNamespace(method="suffix")},
+    "flashinfer": {
+        "attention_config": SimpleNamespace(backend=FLASHINFER, backend_per_kind={})
+    },
+    "lora": {"lora_config": object()},
+    "ranks": {"parallel_config": SimpleNamespace(tensor_parallel_size=2)},
+}
+
+
+def test_each_feature_has_its_trial() -> None:
+    names = [feature.name for feature in evidence.FEATURES]
+    assert sorted(names) == sorted(["card", *USES])
+    tried = {feature.name for feature in evidence.FEATURES if feature.has_trial}
+    assert tried == {*trials.TRIALS}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_feature_is_untested_on_a_gpu_until_it_has_passed_there(
+    name: str, hopper: None, policy_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = config(**USES[name])
+    assert [feature.name for feature in evidence.untested(used)] == [name]
+    evidence.tell_untested(used)
+    (told,) = policy_log.messages
+    check = "URL" if name in ("lora", "ranks") else f"--feature {name}"
+    assert told.endswith(f"run `vllm-kvpolicy verify {check}`")
+    evidence.remember([name])
+    assert evidence.untested(used) == []
+    monkeypatch.setattr(compat, "device_name", lambda: "another card")
+    assert [feature.name for feature in evidence.untested(used)] == [name]
+
+
+def test_a_plain_server_uses_nothing_untested(
+    hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert evidence.untested(config()) == []
+    monkeypatch.setattr(compat, "gpu_capability", lambda: (10, 0))
+    assert [feature.name for feature in evidence.untested(config())] == ["card"]
+    monkeypatch.setattr(compat, "platform_name", lambda: "cpu")
+    assert evidence.untested(config(**USES["fp8"])) == []
+
+
+def test_what_is_remembered_adds_up_and_survives_a_broken_file(cache: Path) -> None:
+    evidence.remember(["fp8"])
+    evidence.remember(["ngram", "fp8"])
+    assert evidence.verified() == {"fp8", "ngram"}
+    (names,) = json.loads(cache.read_text()).values()
+    assert names == ["fp8", "ngram"]
+    cache.write_text("{")
+    assert evidence.verified() == set()
+
+
+@pytest.mark.parametrize(("result", "remembers"), [(PASSED, True), (FAILED, False)])
+def test_only_what_passes_is_remembered(
+    result: str, remembers: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [Check("moved", PASSED, "x"), Check("dropped", result, "y")]
+    monkeypatch.setattr(verify_engine, "trial_checks", lambda *_: iter(found))
+    assert command.main(["verify", "--feature", "windows"]) == (not remembers)
+    assert evidence.verified() == ({"windows"} if remembers else set())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "expected a MODEL, a URL or --feature, one of them"),
+        (["x", "--feature", "fp8"], "expected a MODEL, a URL or --feature"),
+        (["--feature", "fp9"], "--feature: got fp9, expected one of card, fp8, "),
+    ],
+)
+def test_a_wrong_command_line(words: list[str], told: str, capsys: Any) -> None:
+    try:
+        status = command.main(["verify", *words])
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2 and told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "level", "result"),
+    [((1, 2, 9), 0.5, PASSED), ((1, 2, 9), 0.2, FAILED), ((1, 9, 3), 0.5, FAILED)],
+)
+def test_level_tokens_may_change_places(
+    tokens: tuple[int, ...], level: float, result: str
+) -> None:
+    stock = [Answer((1, 2, 3), leads=(2.0, 1.0, 0.3))]
+    found = [Answer(tokens)]
+    grown = {"events": 1.0}
+    check = judge.same_tokens("x", stock, found, grown, has_events=True, level=level)
+    assert check.result == result
+    assert judge.widest_lead(stock, stock) == 0
+
+
+@pytest.mark.parametrize(("steps", "result"), [(5, PASSED), (6, FAILED)])
+def test_drafts_that_nobody_accepts(steps: int, result: str) -> None:
+    answers = [Answer((1, 2, 3)), Answer((4, 5, 6))]
+    grown = {"request_steps": float(steps)}
+    assert judge.drafts_are_taken(answers, grown).result == result
+
+
+@pytest.mark.parametrize(("level", "result"), [(0.13, PASSED), (4.0, FAILED)])
+def test_stock_that_does_not_agree_with_itself(level: float, result: str) -> None:
+    assert judge.is_steady(level, verify_engine.MOST_LEVEL).result == result

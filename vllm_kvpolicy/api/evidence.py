@@ -1,0 +1,133 @@
+"""Says at start what is served though no test has run it on this device.
+
+There are three states of a feature on a device: tested, untested and refused. Untested
+features are served, and a line at start names the command that checks each of them on
+this very machine. Who has run it sees the line no more: what passed is remembered in
+the user's cache folder, by device and by the versions of vLLM and of this package.
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.logger import init_logger
+
+from vllm_kvpolicy import compat
+from vllm_kvpolicy.api.guards import (
+    FLASHINFER,
+    Question,
+    backends,
+    has_adapters,
+    has_sinks,
+    is_float8,
+    is_on_gpu,
+    mixes_windows,
+    several,
+    speculates_by,
+)
+
+logger = init_logger("vllm.kv_policy")
+FILE = "verified.json"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that a server may use.
+
+    Args:
+        name: as `vllm-kvpolicy verify --feature` takes it.
+        what: as a reader of vLLM's documentation knows it.
+        applies: tells from a finished VllmConfig whether a server uses it.
+        has_trial: whether `verify` can serve it by itself; what it cannot, it checks
+            on the running server.
+    """
+
+    name: str
+    what: str
+    applies: Question
+    has_trial: bool = True
+
+
+FEATURES = (
+    Feature(
+        "card",
+        "GPUs other than NVIDIA's Hopper (compute capability 9.0)",
+        lambda config: compat.gpu_capability() != (9, 0),
+    ),
+    Feature("fp8", "FP8 KV caches", is_float8),
+    Feature("windows", "sliding-window layers", mixes_windows),
+    Feature("sinks", "learned sinks", has_sinks),
+    Feature("ngram", "n-gram speculation", speculates_by("ngram")),
+    Feature("suffix", "speculation by suffix trees", speculates_by("suffix")),
+    Feature("flashinfer", "FlashInfer", lambda config: FLASHINFER in backends(config)),
+    Feature("lora", "LoRA adapters", has_adapters, has_trial=False),
+    Feature("ranks", "tensor parallelism", several("tensor_parallel"), has_trial=False),
+)
+"""What no run on a GPU has shown, or one check in float32 alone; CPUs are tested."""
+
+
+def untested(vllm_config: Any) -> list[Feature]:
+    """Return what a server uses and nobody has seen to work on this device."""
+    if not is_on_gpu(vllm_config):
+        return []
+    passed = verified()
+    return [
+        feature
+        for feature in FEATURES
+        if feature.name not in passed and feature.applies(vllm_config)
+    ]
+
+
+def tell_untested(vllm_config: Any) -> None:
+    """Warn of each feature that no test has run here, with how to check it."""
+    for feature in untested(vllm_config):
+        command = "URL" if not feature.has_trial else f"--feature {feature.name}"
+        logger.warning(
+            "KV policy: untested on this device: %s; to check it, run "
+            "`vllm-kvpolicy verify %s`",
+            feature.what,
+            command,
+        )
+
+
+# -- what has been checked here --------------------------------------------------------
+
+
+def verified() -> set[str]:
+    """Return the names of features that `verify` has found to work on this device."""
+    return set(_read().get(_here(), ()))
+
+
+def remember(names: Iterable[str]) -> None:
+    """Note that features work here; who cannot write there is told again next time."""
+    found = _read()
+    found[_here()] = sorted({*found.get(_here(), ()), *names})
+    path = _path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(found, indent=1))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("cannot remember what was verified: %s", error)
+
+
+def _path() -> Path:
+    return compat.cache_folder() / FILE
+
+
+def _here() -> str:
+    own = compat.package_version("vllm-kvpolicy")
+    return f"{compat.device_name()}, vLLM {compat.vllm_version()}, policies {own}"
+
+
+def _read() -> dict[str, list[str]]:
+    """Return names by device and versions; a file that is broken holds none."""
+    try:
+        found = json.loads(_path().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,169 @@
+"""What `verify --feature` serves: a tiny random model, and the feature switched on.
+
+Nothing is fetched: models are made by Transformers' own classes, and requests are
+numbers. Attention is sharp and the output layer strong, so that what is in the KV cache
+decides about tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    Qwen3Config,
+)
+
+WINDOW = 48
+KINDS = "sliding_attention", "full_attention"
+NUM_TOKENS = 99  # in the vocabulary
+UNIT_TOKENS = 24  # that prompts repeat, so that n-grams find drafts
+
+
+def make_qwen3(path: Path | str, seed: int = 3) -> Path:
+    """Write a model of 2 layers of full attention, float32; return its folder."""
+    return _write(path, Qwen3Config(num_hidden_layers=2, **_sizes()), seed, norms=1.5)
+
+
+def make_gemma3(
+    path: Path | str,
+    seed: int = 3,
+    num_kv_heads: int = 2,
+    pattern: tuple[int, ...] = (0, 0, 1, 0, 0, 0, 1),
+) -> Path:
+    """Write a model with sliding windows of 48 tokens, float32; return its folder.
+
+    Args:
+        pattern: kind of each layer, an index into KINDS. By default two of full
+            attention and five with a window: groups of two layers, one of them padded.
+    """
+    config = Gemma3TextConfig(
+        num_hidden_layers=len(pattern),
+        query_pre_attn_scalar=32,
+        sliding_window=WINDOW,
+        layer_types=[KINDS[kind] for kind in pattern],
+        **_sizes(num_key_value_heads=num_kv_heads),
+    )
+    return _write(path, config, seed, norms=0.7)  # Gemma adds one
+
+
+def make_gpt_oss(path: Path | str, seed: int = 3) -> Path:
+    """Write a gpt-oss of 4 layers, every other with a window; return its folder.
+
+    Learned sinks take about half of a head's attention, more in some heads than others.
+    """
+    config = GptOssConfig(
+        num_hidden_layers=4,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=[KINDS[layer % 2] for layer in range(4)],
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+        **_sizes(intermediate_size=64),
+    )
+    return _write(path, config, seed, norms=None, sharp=1.5)
+
+
+def _sizes(**changes: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": NUM_TOKENS,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 4096,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+def _write(
+    path: Path | str, config: Any, seed: int, norms: float | None, sharp: float = 1.0
+) -> Path:
+    """Write a model of random weights.
+
+    Args:
+        norms: weight of the norms of queries and keys; None for a model without.
+        sharp: by how much the projections of queries and keys are larger than others.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            size = config.hidden_size**-0.5
+            if name.endswith(("q_norm.weight", "k_norm.weight")):
+                weight.fill_(norms)
+            elif name.endswith("sinks"):
+                weight.copy_(5 + 1.5 * noise)
+            elif name.endswith("bias"):
+                weight.copy_(0.1 * noise)
+            elif "norm" not in name:
+                size = size if norms is None else weight.shape[-1] ** -0.5
+                size *= 0.3 if "embed" in name else 2.0 if "lm_head" in name else 1.0
+                size *= sharp if "q_proj" in name or "k_proj" in name else 1.0
+                weight.copy_(size * noise)
+    model.save_pretrained(path)
+    return Path(path)
+
+
+def numbers(seed: int, length: int) -> list[int]:
+    """Return a prompt of `length` token ids that repeats itself with changes."""
+    draw = Random(seed)
+    unit = [draw.randrange(3, NUM_TOKENS) for _ in range(UNIT_TOKENS)]
+    found: list[int] = []
+    while len(found) < length:
+        unit[draw.randrange(UNIT_TOKENS)] = draw.randrange(3, NUM_TOKENS)
+        found += unit
+    return found[:length]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How `verify` serves one feature.
+
+    Args:
+        make: writes the model into a folder.
+        settings: of vLLM's EngineArgs, beside those that all engines have.
+        gpu_dtypes: of the model, one after the other.
+    """
+
+    make: Callable[[Path], Path] = make_qwen3
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    gpu_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+
+
+def _drafting(method: str, **more: Any) -> Trial:
+    values = {"method": method, "num_speculative_tokens": 3, **more}
+    return Trial(settings={"speculative_config": values})
+
+
+TRIALS = {
+    "card": Trial(),
+    "fp8": Trial(settings={"kv_cache_dtype": "fp8"}),
+    "windows": Trial(make_gemma3),
+    "sinks": Trial(make_gpt_oss),
+    "ngram": _drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
+    "suffix": _drafting("suffix"),
+    "flashinfer": Trial(
+        settings={"attention_backend": "FLASHINFER"}, gpu_dtypes=("bfloat16",)
+    ),
+}
+"""By the names of `api.evidence.FEATURES`."""
