@@ -5,7 +5,7 @@ from pathlib import Path
 from pydantic.fields import FieldInfo
 from support_grid import grid
 
-from vllm_kvpolicy.api.evidence import FEATURES
+from vllm_kvpolicy.api.evidence import FEATURES, Feature
 from vllm_kvpolicy.api.guards import REFUSALS
 from vllm_kvpolicy.api.request_guards import REQUEST_REFUSALS
 from vllm_kvpolicy.compat import ATTENTION_BACKENDS, BLOCK_TOKENS, RELEASES
@@ -59,22 +59,21 @@ def _head() -> list[str]:
 
 def _on_gpus() -> list[str]:
     """Return what is served on GPUs though no test has run it there."""
-    lines = [
+    return [
         "## On GPUs",
         "",
         "What CPUs serve is served on GPUs, but for two rows of the "
-        "[last table](#not-supported-with-a-policy). *Untested*, because none of our "
-        "runs has used it or one in float32 alone, are the features below: a start "
-        "names those that it uses, until the check has passed on your device "
-        "([commands.md](commands.md#verify)).",
+        "[last table](#not-supported-with-a-policy). Untested, because none of our "
+        "runs has used them, or one in float32 alone, are: "
+        f"{'; '.join(map(_untested, FEATURES))}. A start names those that it uses "
+        "until the check has passed on your device ([commands.md](commands.md#verify)).",
         "",
-        "| untested | check |",
-        "|---|---|",
     ]
-    for feature in FEATURES:
-        trial = f"--feature {feature.name}" if feature.has_trial else "URL"
-        lines.append(_row(feature.what, f"`vllm-kvpolicy verify {trial}`"))
-    return [*lines, ""]
+
+
+def _untested(feature: Feature) -> str:
+    check = f"--feature {feature.name}" if feature.has_trial else "URL"
+    return f"{feature.what} (`verify {check}`)"
 
 
 def _policies() -> list[str]:

@@ -8,7 +8,7 @@ import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
 DEFAULT_PREFILL_INTERVAL = 4096  # or the whole superblocks in it
@@ -28,19 +28,6 @@ def shown(value: Any) -> str:
 def wrong(key: str, value: Any, expected: str) -> ValueError:
     """Return the error of a value that a user gave."""
     return ValueError(f"{key}: got {shown(value)}, expected {expected}")
-
-
-class AlwaysKept(Protocol):
-    """Which tokens every policy keeps; what words of policies see of a configuration.
-
-    First tokens are sinks, newest ones recent.
-    """
-
-    @property
-    def sink_tokens(self) -> int: ...
-
-    @property
-    def recent_tokens(self) -> int: ...
 
 
 @dataclass(frozen=True)
