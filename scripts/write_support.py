@@ -66,14 +66,15 @@ def _on_gpus() -> list[str]:
         "[last table](#not-supported-with-a-policy). Untested, because none of our "
         "runs has used them, or one in float32 alone, are: "
         f"{'; '.join(map(_untested, FEATURES))}. A start names those that it uses "
-        "until the check has passed on your device ([commands.md](commands.md#verify)).",
+        "until the check, where there is one, has passed on your device "
+        "([commands.md](commands.md#verify)).",
         "",
     ]
 
 
 def _untested(feature: Feature) -> str:
-    check = f"--feature {feature.name}" if feature.has_trial else "URL"
-    return f"{feature.what} (`verify {check}`)"
+    check = f" (`verify --feature {feature.name}`)" if feature.has_trial else ""
+    return f"{feature.what}{check}"
 
 
 def _policies() -> list[str]:

@@ -202,16 +202,29 @@ def device_name() -> str:
     return str(current_platform.get_device_name())
 
 
-def cuda_attention_backend(dtype: str, cache_dtype: str = "auto") -> str:
+def cuda_attention_backend(
+    model: Mapping[str, Any], dtype: str, cache_dtype: str
+) -> str:
     """Return the name of the backend to use on this machine's NVIDIA GPU.
 
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
-    numbers, where vLLM has them; else Triton, which alone reads FP8 caches with queries
-    that are not FP8. Both dtypes are as on the command line.
+    numbers, where vLLM has them; else Triton. It alone reads FP8 caches with queries
+    that are not FP8, and FlashAttention 2 knows no learned sinks.
+
+    Args:
+        model: its config.json.
+        dtype, cache_dtype: as on the command line.
     """
-    is_known = (gpu_capability() or (0, 0))[0] in (8, 9)
-    is_float8 = cache_dtype in FLOAT8_CACHES
-    if not is_known or is_float8 or dtype in ("float", "float32"):
+    major = (gpu_capability() or (0, 0))[0]
+    quantised = model.get("quantization_config") or {}
+    asks_float8 = cache_dtype == "auto" and quantised.get("kv_cache_scheme")
+    without_flash = (
+        major not in (8, 9),
+        asks_float8 or cache_dtype in FLOAT8_CACHES,
+        dtype in ("float", "float32"),
+        major == 8 and model.get("model_type") in LEARNED_SINKS,
+    )
+    if any(without_flash):
         return "TRITON_ATTN"
     try:
         import_module("vllm.v1.attention.backends.flash_attn")
@@ -245,6 +258,11 @@ def api_key() -> str | None:
 def demanded_kernels() -> str | None:
     """Return the value of KVPOLICY_KERNELS, None where it is unset or empty."""
     return os.environ.get(KERNELS_VARIABLE) or None
+
+
+def multiply_float32_exactly() -> None:
+    """Have Triton multiply float32 as IEEE does from here on, not as TF32."""
+    os.environ["TRITON_F32_DEFAULT"] = "ieee"
 
 
 def forget_chosen_backends() -> None:

@@ -1,12 +1,15 @@
 """What starts call untested on a GPU, and what `verify --feature` remembers of it."""
 
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from support.engine_configs import engine_args
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import evidence
@@ -86,8 +89,8 @@ def test_a_feature_is_untested_on_a_gpu_until_it_has_passed_there(
     assert [feature.name for feature in evidence.untested(used)] == [name]
     evidence.tell_untested(used)
     (told,) = policy_log.messages
-    check = "URL" if name in ("lora", "ranks") else f"--feature {name}"
-    assert told.endswith(f"run `vllm-kvpolicy verify {check}`")
+    check = f"; to check it, run `vllm-kvpolicy verify --feature {name}`"
+    assert told.endswith(check) == (name not in ("lora", "ranks"))
     evidence.remember([name])
     assert evidence.untested(used) == []
     monkeypatch.setattr(compat, "device_name", lambda: "another card")
@@ -110,8 +113,46 @@ def test_what_is_remembered_adds_up_and_survives_a_broken_file(cache: Path) -> N
     assert evidence.verified() == {"fp8", "ngram"}
     (names,) = json.loads(cache.read_text()).values()
     assert names == ["fp8", "ngram"]
-    cache.write_text("{")
-    assert evidence.verified() == set()
+    for broken in ("{", "[]", json.dumps({evidence._here(): None})):
+        cache.write_text(broken)
+        assert evidence.verified() == set()
+
+
+@pytest.mark.parametrize(
+    ("platform", "name", "dtypes"),
+    [
+        ("cpu", "windows", ["float32"]),
+        ("cuda", "windows", ["float32", "bfloat16"]),
+        ("cuda", "flashinfer", ["bfloat16"]),
+    ],
+)
+def test_on_a_gpu_features_run_as_servers_run_them_too(
+    platform: str, name: str, dtypes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def checks(*given: Any) -> Iterator[Check]:
+        seen.append(given)
+        yield Check("moved", PASSED, "x")
+
+    monkeypatch.setattr(compat, "platform_name", lambda: platform)
+    monkeypatch.setattr(verify_engine, "checks", checks)
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    assert command.main(["verify", "--feature", name]) == 0
+    assert os.environ["TRITON_F32_DEFAULT"] == "ieee"
+    assert [given[1] for given in seen] == dtypes
+    for given in seen:
+        is_eager = "enforce_eager" not in given[4]
+        assert is_eager == (given[1] == "float32")
+
+
+def test_a_start_tells_what_it_uses(
+    tiny_model: Path, policy_log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "untested", lambda config: evidence.FEATURES[1:2])
+    policy = {"kv_policy": {"policy": "tova"}}
+    engine_args(tiny_model, additional_config=policy).create_engine_config()
+    assert any("untested on this device: FP8" in m for m in policy_log.messages)
 
 
 @pytest.mark.parametrize(("result", "remembers"), [(PASSED, True), (FAILED, False)])
@@ -129,7 +170,10 @@ def test_only_what_passes_is_remembered(
     [
         ([], "expected a MODEL, a URL or --feature, one of them"),
         (["x", "--feature", "fp8"], "expected a MODEL, a URL or --feature"),
-        (["--feature", "fp9"], "--feature: got fp9, expected one of card, fp8, "),
+        (["--feature", "fp9"], "got fp9, expected on a CPU one of fp8, windows, sinks"),
+        (["--feature", "ngram"], "got ngram, expected on a CPU one of fp8, windows,"),
+        (["--feature", "fp8", "--dtype", "bfloat16"], "leave them out with --feature"),
+        (["--feature", "fp8", "--kv-policy", "tova"], "leave them out with --feature"),
     ],
 )
 def test_a_wrong_command_line(words: list[str], told: str, capsys: Any) -> None:
@@ -142,17 +186,25 @@ def test_a_wrong_command_line(words: list[str], told: str, capsys: Any) -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "level", "result"),
-    [((1, 2, 9), 0.5, PASSED), ((1, 2, 9), 0.2, FAILED), ((1, 9, 3), 0.5, FAILED)],
+    [
+        ((1, 2, 9), 0.5, PASSED),
+        ((1, 2, 9), 0.2, FAILED),
+        ((1, 8, 3), 0.5, FAILED),
+        ((1, 2, 7), 0.5, FAILED),  # anything but the second best
+        ((1, 2), 0.5, FAILED),
+    ],
 )
 def test_level_tokens_may_change_places(
     tokens: tuple[int, ...], level: float, result: str
 ) -> None:
-    stock = [Answer((1, 2, 3), leads=(2.0, 1.0, 0.3))]
+    stock = [Answer((1, 2, 3), close=((2.0, 7), (1.0, 8), (0.3, 9)))]
     found = [Answer(tokens)]
     grown = {"events": 1.0}
     check = judge.same_tokens("x", stock, found, grown, has_events=True, level=level)
     assert check.result == result
     assert judge.widest_lead(stock, stock) == 0
+    assert judge.num_equal(stock, stock) == 3
+    assert judge.widest_lead([Answer((1, 2))], [Answer((1, 3))]) == float("inf")
 
 
 @pytest.mark.parametrize(("steps", "result"), [(5, PASSED), (6, FAILED)])

@@ -249,7 +249,7 @@ def test_events_without_memory_for_all_come_one_after_the_other(
 
     def short(self: Compactor, batch: Any, choice: Any) -> Any:
         sizes.append(len(batch.events))
-        if is_short and len(batch.events) > 1:
+        if len(found) == 1 and len(batch.events) > 1:  # in the second run
             raise torch.OutOfMemoryError("CUDA out of memory")
         return place(self, batch, choice)
 
@@ -257,11 +257,12 @@ def test_events_without_memory_for_all_come_one_after_the_other(
     found = []
     with Engine(tiny_model, values, kv_cache_dtype=kind) as engine:
         engine.runtime.compactor.most_tokens.clear()
-        for is_short in (False, True):
+        for _ in range(2):
             sizes.clear()
             found.append(engine.run(jobs))
             assert max(sizes) == 5
-        assert sizes.count(1) == 5 * sizes.count(5) and {*sizes} <= {1, 2, 3, 5}
+        # The next batches are smaller from the start.
+        assert sizes.count(5) == 1 and sizes.count(1) > 5 and {*sizes} <= {1, 2, 3, 5}
     whole, halves = found
     assert whole.counters["tokens_dropped"] > 0
     for name, result in whole.results.items():

@@ -6,12 +6,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.backends.flash import KVPolicyFlashMetadataBuilder
-from vllm_kvpolicy.worker.backends.triton import KVPolicyTritonMetadataBuilder
+from vllm_kvpolicy.worker.backends.triton import (
+    KVPolicyTritonImpl,
+    KVPolicyTritonMetadataBuilder,
+)
 from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 
 HEADS, GROUP, SEGMENTS, SIZE = 2, 3, 4, 8
@@ -43,6 +48,21 @@ def test_flash_schedules_ahead_only_where_layers_are_alike(
     )
     builder = KVPolicyFlashMetadataBuilder(None, ["layer"], config, None)
     assert builder.aot_schedule is is_ahead
+
+
+@pytest.mark.parametrize("policy", ["ams-tova", None])
+def test_queries_stay_what_they_are_over_an_fp8_cache(
+    monkeypatch: pytest.MonkeyPatch, policy: str | None
+) -> None:
+    """Of engines with a policy alone; vLLM asks the instance before it rounds them."""
+    config = VllmConfig()
+    if policy:
+        config.additional_config = {"kv_policy": {"policy": policy}}
+    for name in ("is_cuda", "has_device_capability"):
+        monkeypatch.setattr(current_platform, name, lambda *args: True)
+    with set_current_vllm_config(config):
+        impl = KVPolicyTritonImpl(2, 32, 1.0, 2, None, None, "fp8")
+    assert impl.supports_quant_query_input is (policy is None)
 
 
 def made_metadata(num_rows: int, threshold: int) -> TritonAttentionMetadata:

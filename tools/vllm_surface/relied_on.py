@@ -313,8 +313,8 @@ _CUDA = (
     ),
     Owner(
         "vllm.v1.attention.backends.triton_attn:TritonAttentionImpl",
-        {"forward": _FORWARD},
-        read=_IMPL_READS,
+        {"__init__": ANY, "forward": _FORWARD},
+        read=f"{_IMPL_READS} supports_quant_query_input",
     ),
     Owner(
         "vllm.v1.attention.backends.flashinfer:FlashInferBackend",

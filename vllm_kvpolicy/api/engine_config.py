@@ -177,25 +177,30 @@ def missing_architecture(engine_args: Any) -> str | None:
     """Return the architecture of a model whose config.json leaves it out.
 
     vLLM would take one for the model without its output layer, which cannot generate.
-    None where no admission knows the model, or there is no config.json, as beside a
-    model that is a single file.
+    None where no admission knows the model, or there is no config.json.
 
     Raises:
         ValueError: a word knows the model but does not support its type.
     """
+    config = config_json(engine_args)
+    if not config or config.get("architectures"):
+        return None
+    found = (models_of(word).missing_architecture(config) for word in OWN_MODELS)
+    return next(filter(None, found), None)
+
+
+def config_json(engine_args: Any) -> dict[str, Any]:
+    """Return a model's config.json; empty beside a model that is a single file."""
     place = engine_args.hf_config_path or engine_args.model
     if Path(place).is_file():  # a whole model, which must not be read as a config.json
-        return None
+        return {}
     try:  # as the first step of vLLM's own HFConfigParser
         config, _ = PreTrainedConfig.get_config_dict(
             place, revision=engine_args.revision, token=engine_args.hf_token
         )
     except (OSError, ValueError):
-        return None  # vLLM says what is wrong with it
-    if not isinstance(config, dict) or config.get("architectures"):
-        return None
-    found = (models_of(word).missing_architecture(config) for word in OWN_MODELS)
-    return next(filter(None, found), None)
+        return {}  # vLLM says what is wrong with it
+    return config if isinstance(config, dict) else {}
 
 
 def is_counted(vllm_config: Any) -> bool:
@@ -242,7 +247,7 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
         dtypes = str(engine_args.dtype), engine_args.kv_cache_dtype
-        chosen_name = compat.cuda_attention_backend(*dtypes)
+        chosen_name = compat.cuda_attention_backend(config_json(engine_args), *dtypes)
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
     logger.info(
         "KV policy %s: block size %s, attention backend %s",

@@ -31,6 +31,7 @@ from vllm_kvpolicy.api.guards import (
 
 logger = init_logger("vllm.kv_policy")
 FILE = "verified.json"
+RELIED_ON = ("vllm-kvpolicy", "vllm", "torch", "triton", "flashinfer-python")
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class Feature:
         name: as `vllm-kvpolicy verify --feature` takes it.
         what: as a reader of vLLM's documentation knows it.
         applies: tells from a finished VllmConfig whether a server uses it.
-        has_trial: whether `verify` can serve it by itself; what it cannot, it checks
-            on the running server.
+        has_trial: whether `verify` can serve it by itself.
     """
 
     name: str
@@ -84,13 +84,12 @@ def untested(vllm_config: Any) -> list[Feature]:
 def tell_untested(vllm_config: Any) -> None:
     """Warn of each feature that no test has run here, with how to check it."""
     for feature in untested(vllm_config):
-        command = "URL" if not feature.has_trial else f"--feature {feature.name}"
-        logger.warning(
-            "KV policy: untested on this device: %s; to check it, run "
-            "`vllm-kvpolicy verify %s`",
-            feature.what,
-            command,
-        )
+        what = f"KV policy: untested on this device: {feature.what}"
+        if feature.has_trial:
+            what += (
+                f"; to check it, run `vllm-kvpolicy verify --feature {feature.name}`"
+            )
+        logger.warning(what)
 
 
 # -- what has been checked here --------------------------------------------------------
@@ -105,13 +104,13 @@ def remember(names: Iterable[str]) -> None:
     """Note that features work here; who cannot write there is told again next time."""
     found = _read()
     found[_here()] = sorted({*found.get(_here(), ()), *names})
-    path = _path()
     try:
+        path = _path()
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(found, indent=1))
         part.replace(path)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         logger.warning("cannot remember what was verified: %s", error)
 
 
@@ -120,14 +119,16 @@ def _path() -> Path:
 
 
 def _here() -> str:
-    own = compat.package_version("vllm-kvpolicy")
-    return f"{compat.device_name()}, vLLM {compat.vllm_version()}, policies {own}"
+    versions = (f"{name} {compat.package_version(name)}" for name in RELIED_ON)
+    return ", ".join([compat.device_name(), *versions])
 
 
 def _read() -> dict[str, list[str]]:
     """Return names by device and versions; a file that is broken holds none."""
     try:
         found = json.loads(_path().read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):  # the last: nobody knows a home
         return {}
-    return found if isinstance(found, dict) else {}
+    if not isinstance(found, dict):
+        return {}
+    return {where: names for where, names in found.items() if isinstance(names, list)}

@@ -613,14 +613,13 @@ REFUSALS = (
     Refusal(
         "FP8 KV caches on GPUs with other attention than Triton's",
         all_of(is_float8, is_on_gpu, lambda config: backends(config) != {TRITON}),
-        "set --attention-backend TRITON_ATTN, or leave out --kv-cache-dtype: the "
-        "others want FP8 queries, which no scorer reads",
+        "set --attention-backend TRITON_ATTN, leave out --kv-cache-dtype, or name the "
+        "model's own dtype where the checkpoint asks for FP8: other attention wants "
+        "FP8 queries, which no scorer reads",
     ),
     Refusal(
         "FP8 KV caches of E5M2 on GPUs",
-        all_of(
-            lambda config: config.cache_config.cache_dtype == "fp8_e5m2", is_on_gpu
-        ),
+        all_of(lambda config: config.cache_config.cache_dtype == "fp8_e5m2", is_on_gpu),
         "set --kv-cache-dtype fp8: vLLM's Triton attention reads and writes E4M3",
     ),
     Refusal(

@@ -25,13 +25,13 @@ class Answer:
 
     Args:
         events: how many it had; None where it does not say so.
-        leads: by how much the best token was ahead of the next, in nats, one for each
-            output token; none where that was not asked for.
+        close: by how many nats the best token was ahead of the next, and which that
+            was, for each output token; none where that was not asked for.
     """
 
     tokens: tuple[int, ...]
     events: int | None = None
-    leads: tuple[float, ...] = ()
+    close: tuple[tuple[float, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,21 +61,36 @@ def first_difference(
 
 
 def widest_lead(expected: Sequence[Answer], found: Sequence[Answer]) -> float:
-    """Return how far apart the two best tokens were where answers first differ.
+    """Return how far apart two tokens are, at most, that have changed places.
 
     In half precision sums in another order choose another of two tokens that are level.
+    Behind that answers are of different texts.
 
     Returns:
-        Nats, the largest of all requests; 0 where no answer differs, infinity where one
-        does that has no leads.
+        Nats, the most of all requests; 0 where no answer differs, infinity where one
+        has anything but stock's second best token, or `close` is not known.
     """
     leads = [0.0]
     for answer, other in zip(expected, found, strict=True):
         place = first_difference([answer.tokens], [other.tokens])
-        if place is not None:
-            ahead = answer.leads[place[1] :][:1]
-            leads.append(ahead[0] if ahead else float("inf"))
+        if place is None:
+            continue
+        lead, second = [*answer.close, *[(float("inf"), -1)] * (place[1] + 1)][place[1]]
+        is_second = other.tokens[place[1] : place[1] + 1] == (second,)
+        leads.append(lead if is_second else float("inf"))
     return max(leads)
+
+
+def num_equal(expected: Sequence[Answer], found: Sequence[Answer]) -> int:
+    """Return how many tokens come before the first difference of each request."""
+    places = (
+        first_difference([one.tokens], [other.tokens])
+        for one, other in zip(expected, found, strict=True)
+    )
+    return sum(
+        len(answer.tokens) if place is None else place[1]
+        for answer, place in zip(expected, places, strict=True)
+    )
 
 
 def growth(before: Counters, after: Counters) -> dict[str, float]:
@@ -106,7 +121,8 @@ def same_tokens(
     place = first_difference([a.tokens for a in expected], [a.tokens for a in found])
     lead = widest_lead(expected, found)
     if place is not None and lead < level:
-        figures += f", another of two tokens {lead:.2f} nats apart"
+        equal = num_equal(expected, found)
+        figures += f", {equal} before two level ones changed places ({lead:.2f} nats)"
     elif place is not None:
         told = f"request {place[0]} differs from output token {place[1]} on"
         return Check(name, FAILED, f"{told}; {figures}")
@@ -123,7 +139,9 @@ def is_steady(level: float, most: float) -> Check:
         level: nats, by which other answers may differ from them.
     """
     figures = f"tokens closer than {level:.2f} nats count as level"
-    return _check("stock vLLM: answers do not depend on company", level <= most, figures)
+    return _check(
+        "stock vLLM: answers do not depend on company", level <= most, figures
+    )
 
 
 def drafts_are_taken(answers: Sequence[Answer], grown: Counters) -> Check:

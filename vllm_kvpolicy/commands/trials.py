@@ -136,6 +136,22 @@ def numbers(seed: int, length: int) -> list[int]:
 
 
 @dataclass(frozen=True)
+class Kinds:
+    """Which engines are compared.
+
+    Args:
+        has_stock: stock vLLM computes the same; else a policy without events stands in.
+        is_ragged: heads may have lengths of their own.
+    """
+
+    has_stock: bool = True
+    is_ragged: bool = False
+
+
+WITH_STOCK, RAGGED = Kinds(), Kinds(is_ragged=True)
+
+
+@dataclass(frozen=True)
 class Trial:
     """How `verify` serves one feature.
 
@@ -143,27 +159,36 @@ class Trial:
         make: writes the model into a folder.
         settings: of vLLM's EngineArgs, beside those that all engines have.
         gpu_dtypes: of the model, one after the other.
+        on_cpu: CPUs have it, too, and start several engines with it in a process.
     """
 
     make: Callable[[Path], Path] = make_qwen3
     settings: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Kinds = RAGGED
     gpu_dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    on_cpu: bool = True
 
 
 def _drafting(method: str, **more: Any) -> Trial:
     values = {"method": method, "num_speculative_tokens": 3, **more}
-    return Trial(settings={"speculative_config": values})
+    return Trial(settings={"speculative_config": values}, on_cpu=False)
 
 
 TRIALS = {
-    "card": Trial(),
-    "fp8": Trial(settings={"kv_cache_dtype": "fp8"}),
-    "windows": Trial(make_gemma3),
-    "sinks": Trial(make_gpt_oss),
+    "card": Trial(on_cpu=False),
+    # Stock's queries are FP8, too, and its attention FlashAttention's on some GPUs.
+    "fp8": Trial(
+        settings={"kv_cache_dtype": "fp8"}, kinds=Kinds(has_stock=False, is_ragged=True)
+    ),
+    "windows": Trial(make_gemma3, kinds=WITH_STOCK),
+    "sinks": Trial(make_gpt_oss, kinds=WITH_STOCK),
     "ngram": _drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
     "suffix": _drafting("suffix"),
     "flashinfer": Trial(
-        settings={"attention_backend": "FLASHINFER"}, gpu_dtypes=("bfloat16",)
+        settings={"attention_backend": "FLASHINFER"},
+        kinds=WITH_STOCK,
+        gpu_dtypes=("bfloat16",),
+        on_cpu=False,
     ),
 }
 """By the names of `api.evidence.FEATURES`."""

@@ -42,8 +42,10 @@ def main(words: Sequence[str]) -> int:
     flags = cli.given_values(vars(given))
     if (given.target is None) == (given.feature is None):
         parser.error("expected a MODEL, a URL or --feature, one of them")
+    if given.feature is not None and (flags or given.dtype is not None):
+        parser.error("--kv-* and --dtype: leave them out with --feature")
     if given.feature is not None:
-        lines, checks = _of_feature(given, flags)
+        lines, checks = _of_feature(given.feature)
     elif not given.target.startswith(("http://", "https://")):
         lines, checks = _of_model(given, flags)
     elif flags or given.dtype is not None:
@@ -124,28 +126,23 @@ def _of_model(
     return lines, engine.checks(given.target, dtype, config, _say)
 
 
-def _of_feature(
-    given: argparse.Namespace, flags: Mapping[str, Any]
-) -> tuple[Lines, Iterator[Check]]:
+def _of_feature(name: str) -> tuple[Lines, Iterator[Check]]:
     """Return what is said of a feature's engines, and their checks.
 
     On GPUs they run in float32, where answers must be equal, and in bfloat16, where
     they run with the kernels that servers use.
     """
     trials = import_module("vllm_kvpolicy.commands.trials").TRIALS
-    if given.feature not in trials:
-        raise ValueError(
-            f"--feature: got {given.feature}, expected one of {', '.join(trials)}"
-        )
-    config, trial = _config(flags), trials[given.feature]
     is_gpu = compat.platform_name() != "cpu"
-    if "speculative_config" in trial.settings and not is_gpu:
+    here = [each for each, trial in trials.items() if is_gpu or trial.on_cpu]
+    if name not in here:
+        device = "a GPU" if is_gpu else "a CPU"
         raise ValueError(
-            f"--feature: got {given.feature}, expected another one on a CPU, where "
-            "vLLM starts no second engine with drafts in a process; our tests run it"
+            f"--feature: got {name}, expected on {device} one of {', '.join(here)}"
         )
+    compat.multiply_float32_exactly()
+    config, trial = _config({}), trials[name]
     dtypes = trial.gpu_dtypes if is_gpu else (DTYPE,)
-    dtypes = dtypes if given.dtype is None else (given.dtype,)
     engine = import_module("vllm_kvpolicy.commands.verify_engine")
     lines = _of_machine(config, " and ".join(dtypes))
     return lines, engine.trial_checks(trial, dtypes, config, _say)

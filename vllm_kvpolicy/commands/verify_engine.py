@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -15,11 +16,17 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import Answer, Check, text
-from vllm_kvpolicy.commands.trials import Trial, numbers
+from vllm_kvpolicy.commands.trials import WITH_STOCK, Kinds, Trial, numbers
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 
 MOVER = "identity"
 OUTPUT_TOKENS = 160
+# As servers capture attention, without compiling the model.
+GRAPHS = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
+LEAST_SHARE = 0.02  # of a GPU that has to be free
 EXACT = "float32"  # the dtype in which nothing but equal tokens will do
 # Nats: tokens of half precision that are closer are level, and stock beside itself must
 # not differ where they are further apart than half of the other.
@@ -88,13 +95,14 @@ class Engine:
     ) -> None:
         additional = {} if policy is None else {CONFIG_KEY: dict(policy)}
         config = EngineArgs(
-            **deepcopy(dict(settings or {})),  # vLLM writes into some of them
+            # vLLM writes into some of them.
+            **deepcopy({"enforce_eager": True, **(settings or {})}),
             model=model,
             dtype=dtype,
             max_model_len=sizes.longest,
             num_gpu_blocks_override=sizes.num_blocks,
             kv_cache_memory_bytes=sizes.cache_bytes,
-            enforce_eager=True,
+            gpu_memory_utilization=LEAST_SHARE,  # others may be on this GPU
             additional_config=additional,
         ).create_engine_config()
         # The engine's class methods may start the model in another process.
@@ -140,7 +148,7 @@ class Engine:
                 found[output.request_id] = Answer(
                     tuple(completion.token_ids),
                     None if said is None else len(said["dropped"]),
-                    tuple(map(_lead, completion.logprobs)),
+                    tuple(map(_close, completion.logprobs)),
                 )
         return [found[name] for name in order]
 
@@ -157,12 +165,11 @@ class Engine:
         self._engine.engine_core.shutdown()
 
 
-def _lead(logprobs: Mapping[int, Any]) -> float:
-    """Return by how much the best token is ahead of the next, in nats."""
-    best, second = sorted((each.logprob for each in logprobs.values()), reverse=True)[
-        :2
-    ]
-    return best - second
+def _close(logprobs: Mapping[int, Any]) -> tuple[float, int]:
+    """Return by how much the best token is ahead of the next, in nats, and that one."""
+    values = {token: each.logprob for token, each in logprobs.items()}
+    best, second = sorted(values, key=values.__getitem__, reverse=True)[:2]
+    return values[best] - values[second], second
 
 
 Values = Mapping[str, Any]
@@ -175,6 +182,7 @@ def checks(
     config: KVPolicyConfig,
     say: Say,
     settings: Values | None = None,
+    kinds: Kinds = WITH_STOCK,
 ) -> Iterator[Check]:
     """Start engines one after the other and yield what was found.
 
@@ -183,6 +191,7 @@ def checks(
             Of others stock beside itself shows how much that is.
         say: is told what takes long before it begins.
         settings: of vLLM's EngineArgs, for all engines.
+        kinds: which engines there are beside.
 
     Raises:
         ValueError: there is no such model, or its requests are too short for an event.
@@ -214,16 +223,27 @@ def checks(
             level = max(LEVEL, 2 * judge.widest_lead(stock, alone))
             yield judge.is_steady(level, MOST_LEVEL)
 
-    yield from judged("stock vLLM", None, asked)
-    if not stock:
-        return
     # Requests have their events where a kept prompt would not count.
     values = {**config.to_dict(), "report_events": True, "pin": "none"}
     mover = {**values, "policy": MOVER, "policy_config": {}, "allow": []}
+    policy = {**values, "budget": sizes.longest}
+    if kinds.has_stock:
+        yield from judged("stock vLLM", None, asked)
+    else:
+        never = {**mover, "policy": "streaming", "budget": sizes.longest}
+        yield from judged("a policy without events", never, asked)
+    if not stock:
+        return
     drafts = "speculative_config" in settings
     asked_of = Asked(prompts, stock, level)
-    yield from judged(MOVER, mover, lambda engine: _mover(engine, asked_of, drafts))
-    policy = {**values, "budget": sizes.longest}
+    movers = {MOVER: mover}
+    if kinds.is_ragged:
+        own_lengths = {**mover, "policy_config": {"ragged": True}}
+        movers[f"{MOVER} of own lengths"] = own_lengths
+    for where, moving in movers.items():
+        yield from judged(
+            where, moving, partial(_mover, where=where, asked=asked_of, drafts=drafts)
+        )
     yield from judged(
         config.policy, policy, lambda engine: _policy(engine, asked_of, config)
     )
@@ -232,12 +252,18 @@ def checks(
 def trial_checks(
     trial: Trial, dtypes: Sequence[str], config: KVPolicyConfig, say: Say
 ) -> Iterator[Check]:
-    """Yield the checks of a feature, on engines of its own model, for each dtype."""
-    settings = {"skip_tokenizer_init": True, **trial.settings}
+    """Yield the checks of a feature, on engines of its own model, for each dtype.
+
+    In half precision attention is captured in graphs, as by servers, where it can be.
+    """
     with TemporaryDirectory() as folder:
         model = str(trial.make(Path(folder)))
         for dtype in dtypes:
-            for check in checks(model, dtype, config, say, settings):
+            settings = {"skip_tokenizer_init": True, **trial.settings}
+            if dtype != EXACT:
+                settings |= GRAPHS
+            found = checks(model, dtype, config, say, settings, trial.kinds)
+            for check in found:
                 yield replace(check, name=f"{dtype}, {check.name}")
 
 
@@ -269,17 +295,17 @@ def _started(*arguments: Any) -> Iterator[Engine]:
         gc.collect()
 
 
-def _mover(engine: Engine, asked: Asked, drafts: bool) -> Iterator[Check]:
+def _mover(engine: Engine, where: str, asked: Asked, drafts: bool) -> Iterator[Check]:
     """Judge the policy that keeps every token and moves most of them."""
     before = engine.counters()
     found = engine.ask(asked.prompts)
     grown = judge.growth(before, engine.counters())
-    name = f"{MOVER}: tokens that were moved give stock's answers"
+    name = f"{where}: tokens that were moved give stock's answers"
     yield asked.judged(name, found, grown, has_events=True)
     if drafts:
         yield judge.drafts_are_taken(found, grown)
-    yield judge.counters_agree(MOVER, found, grown)
-    yield judge.pool_is_free(MOVER, engine.num_held())
+    yield judge.counters_agree(where, found, grown)
+    yield judge.pool_is_free(where, engine.num_held())
 
 
 def _policy(engine: Engine, asked: Asked, config: KVPolicyConfig) -> Iterator[Check]:

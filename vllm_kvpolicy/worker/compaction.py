@@ -99,6 +99,7 @@ class Compactor:
             float32; None for none.
         most_tokens: by policy, most tokens per head of a batch of several events, all
             padded to the longest head among them; temporary tensors grow with that.
+            Becomes less where memory is short.
     """
 
     policies: Mapping[str, Policy]
@@ -112,7 +113,7 @@ class Compactor:
     trace: Tracer | None = None
     live: LiveEvents | None = None
     ranks: Ranks = ONE_RANK
-    most_tokens: Mapping[str, float] = field(default_factory=dict)
+    most_tokens: dict[str, int] = field(default_factory=dict)
     sink_logits: Callable[[], torch.Tensor | None] = no_sinks
 
     @torch.inference_mode()
@@ -144,9 +145,10 @@ class Compactor:
     def _run_batch(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
         """Carry out a batch; in halves, one after the other, where memory is short.
 
-        Up to where tokens move, what has been done may be done again. Ranks that choose
-        together cannot know of each other that one is short.
+        Up to where tokens move, what has been done may be done again; the moves take
+        little. Ranks that choose together do not know of each other that one is short.
         """
+        batch = choice = None
         try:
             batch = self._open(events)
             choice = self._decide(batch)
@@ -154,7 +156,10 @@ class Compactor:
         except torch.OutOfMemoryError:
             if len(events) == 1 or self.ranks is not ONE_RANK:
                 raise
-            half = len(events) // 2
+            del batch, choice  # and their tensors
+            half, policy = len(events) // 2, events[0].policy
+            most = max(map(self.tier.longest, events)) * half
+            self.most_tokens[policy] = min(most, self.most_tokens.get(policy, most))
         else:
             for capture in self.captures:  # before others get what they lie on
                 capture.forget_windows(events)

@@ -3,9 +3,9 @@
 Triton compiles a kernel when it first meets sizes of a kind; these events have sizes of
 every kind that real ones have. They run while the KV cache is still empty.
 
-They also show that the device has memory for the temporary tensors of events: service
-batches no more events than have as many tokens as a batch here; see
-`DummyEvents.most_tokens`.
+They also show that the device has memory for the temporary tensors of an event. Service
+batches no more events than have as many tokens as a batch here, see
+`DummyEvents.most_tokens`, or fewer where memory is short.
 """
 
 from collections.abc import Iterator

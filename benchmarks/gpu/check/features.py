@@ -14,7 +14,6 @@ from benchmarks.gpu.check.compare import assert_alike, assert_same, compare
 from benchmarks.gpu.check.engines import (
     BASE,
     INFINITE_BUDGET,
-    REASONER,
     Stock,
     assert_whole,
     on_gpu,
@@ -26,7 +25,6 @@ from support.made_adapters import make_adapter
 from support.made_gates import make_gates
 from support.made_patterns import write_pattern
 from support.made_surrogates import write_surrogate
-from support.repetition import watch_drafts
 from vllm_kvpolicy.commands.judge import PASSED
 from vllm_kvpolicy.commands.trials import TRIALS
 from vllm_kvpolicy.commands.verify_engine import trial_checks
@@ -100,7 +98,7 @@ def check_identity(checks: Any, where: Where) -> None:
     jobs, backend, some = where.jobs, where.settings["attention_backend"], None
     with checks.case(f"{backend}, stock") as notes:
         with where.engine() as engine:
-            run = watched(engine, jobs, notes)
+            run = noted(engine, jobs, notes)
             alone = Run({}, 0, 0)
             for job in jobs[::4]:
                 alone.results.update(engine.run([job]).results)
@@ -120,15 +118,17 @@ def check_identity(checks: Any, where: Where) -> None:
         "identity": {"policy": "identity", **mover},
         "holes": {"policy": "holes", **mover},
         "ams-tova": {"policy": "ams-tova", **mover},
+        "identity, ragged": {
+            "policy": "identity",
+            "policy_config": {"ragged": True},
+            **mover,
+        },
+        "adakv-snapkv": {"policy": "adakv-snapkv", **mover},
     }
-    if where.model == REASONER:
-        own_lengths = {"policy_config": {"ragged": True}}
-        cases["identity, ragged"] = cases["identity"] | own_lengths
-        cases["adakv-snapkv"] = {"policy": "adakv-snapkv", **mover}
     for name, policy in cases.items():
         with checks.case(f"{backend}, {name}") as notes:
             with where.engine(policy) as engine:
-                run = watched(engine, jobs, notes)
+                run = noted(engine, jobs, notes)
                 counters = engine.counters()
                 assert_given_back(engine)
             notes.append(f"{counters['events']:.0f} events")
@@ -143,15 +143,10 @@ def check_identity(checks: Any, where: Where) -> None:
                 assert counters["tokens_dropped"] > 0
 
 
-def watched(engine: Engine, jobs: Jobs, notes: list[str]) -> Run:
-    """Run requests; note the model runner, and what became of drafts."""
-    drafts = watch_drafts(engine)
-    run = engine.run(jobs)
+def noted(engine: Engine, jobs: Jobs, notes: list[str]) -> Run:
+    """Run requests; note the model runner."""
     notes.append(f"runner {2 if engine.worker.use_v2_model_runner else 1}")
-    if engine.llm.llm_engine.vllm_config.speculative_config is not None:
-        assert drafts.share > 0, "no draft was accepted"
-        notes.append(f"{drafts.share:.0%} of {drafts.count} drafts accepted")
-    return run
+    return engine.run(jobs)
 
 
 def check_runner(checks: Any) -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionBackend,
     TritonAttentionImpl,
@@ -9,6 +10,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
+from vllm_kvpolicy.config import server_config
 from vllm_kvpolicy.worker.backends.mixins import (
     HeadMajorBackendMixin,
     KVPolicyImplMixin,
@@ -49,7 +51,8 @@ class KVPolicyTritonImpl(KVPolicyImplMixin, TritonAttentionImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.supports_quant_query_input = False
+        if server_config(get_current_vllm_config()) is not None:
+            self.supports_quant_query_input = False
 
 
 class KVPolicyTritonBackend(HeadMajorBackendMixin, TritonAttentionBackend):
