@@ -221,6 +221,24 @@ def test_pinned_superblocks_count_once_and_stay_cached(
     assert min(budgets) >= floor and (budgets == {floor}) == (events == "always")
 
 
+@pytest.mark.parametrize("events", ["always", "pressure"])
+def test_what_others_keep_is_not_computed_again(
+    model_config: ModelConfig, events: str
+) -> None:
+    """So that one enters who has to stop before its floor fits: it loses little.
+
+    33 of a prompt's 34 superblocks are common; a floor of 512 tokens is nearly all of
+    an answer. Stock takes 784 steps with 3 preemptions.
+    """
+    policy = {**MIX.policy, "budget": 512, "recent": 32, "events": events}
+    policy |= {"pin": "prompt"}
+    changes = {"caching": True, "pool": 150, "max_batched": 2048, "longest": 1688}
+    run = serve(
+        replace(MIX, policy=policy, **changes), model_config, [1088] * 8, [600] * 8
+    )
+    assert run.steps < 830
+
+
 def test_pinned_superblocks_are_shared_longer_than_was_expected(
     model_config: ModelConfig,
 ) -> None:

@@ -294,7 +294,8 @@ class Entry:
             return True
         room = usable - self._unforeseen(staying, leaving)
         held = self.forecast.beside(levels, leaving)
-        if not self.calls_events and not is_worth(held, room, request.num_tokens):
+        price = self._tokens_alone(request)
+        if not self.calls_events and not is_worth(held, room, price):
             return False
         if self.calls_events and held.max() > room:
             lead = self.pressure.lead_steps
@@ -324,8 +325,18 @@ class Entry:
         floor = self.pressure.floor(state, self._last[request.request_id])
         soon = self._soon(state, levels)
         pins = self.shared.pins(request.request_id)
-        known = request.num_tokens
-        return self.pressure.fits(known, levels, floor, pins, soon, leaving)
+        price = self._tokens_alone(request)
+        return self.pressure.fits(price, levels, floor, pins, soon, leaving)
+
+    def _tokens_alone(self, request: Request) -> int:
+        """Return the tokens of a request that nobody else keeps in the prefix cache.
+
+        If it is preempted they are computed again, and no others. A superblock at
+        least, so that it gets so far before it stops.
+        """
+        shared, size = self.shared.of(request.request_id), self.manager.block_size
+        kept = (shared.pinned + shared.loose) * size
+        return max(request.num_tokens - kept, size)
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
         """Return how many of the superblocks that stay no booking accounts for."""
@@ -452,7 +463,9 @@ class Entry:
         steps = self._steps_to_release(self._num_free)
         if steps == NO_STEP:
             return True
-        price = PRICE * victim.num_computed_tokens
+        size = self.manager.block_size
+        kept = self.manager.num_shared(victim.request_id) * size
+        price = PRICE * max(victim.num_computed_tokens - kept, size)
         state = self._bounded(victim.request_id)
         had_events = state is not None and state.ordinal > 0
         lost = self._num_waiting if had_events else steps * (self._num_waiting + 1)

@@ -149,7 +149,7 @@ class Pressure:
         """Return whether calls can make room for one more request, see `is_worth`.
 
         Args:
-            known: its tokens when it enters.
+            known: its tokens when it enters, less those that others keep.
             levels: [S] int64, superblocks that it holds if it is not cut.
             floor: superblocks that it holds at its floor.
             pins: [any], of them pinned ones that others account for.
@@ -293,7 +293,9 @@ class Pressure:
             both[: len(short)] += short
             if request.request_id in demand:
                 num_blocks = demand[request.request_id]
-            elif is_worth(self.at_floors.beside(both), room, known):
+            elif is_worth(
+                self.at_floors.beside(both), room, max(known - cached * size, size)
+            ):
                 num_blocks -= cached
             else:
                 break

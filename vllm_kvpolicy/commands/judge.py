@@ -139,9 +139,7 @@ def is_steady(level: float, most: float) -> Check:
         level: nats, by which other answers may differ from them.
     """
     figures = f"tokens closer than {level:.2f} nats count as level"
-    return _check(
-        "stock vLLM: answers do not depend on company", level <= most, figures
-    )
+    return _check("answers do not depend on company", level <= most, figures)
 
 
 def drafts_are_taken(answers: Sequence[Answer], grown: Counters) -> Check:

@@ -223,30 +223,36 @@ def checks(
             level = max(LEVEL, 2 * judge.widest_lead(stock, alone))
             yield judge.is_steady(level, MOST_LEVEL)
 
-    # Requests have their events where a kept prompt would not count.
-    values = {**config.to_dict(), "report_events": True, "pin": "none"}
-    mover = {**values, "policy": MOVER, "policy_config": {}, "allow": []}
-    policy = {**values, "budget": sizes.longest}
-    if kinds.has_stock:
-        yield from judged("stock vLLM", None, asked)
-    else:
-        never = {**mover, "policy": "streaming", "budget": sizes.longest}
-        yield from judged("a policy without events", never, asked)
+    [reference, *movers, policy] = _engines(config, sizes, kinds).items()
+    yield from judged(*reference, asked)
     if not stock:
         return
     drafts = "speculative_config" in settings
-    asked_of = Asked(prompts, stock, level)
-    movers = {MOVER: mover}
+    seen = Asked(prompts, stock, level)
+    for where, values in movers:
+        judge_it = partial(_mover, where=where, asked=seen, drafts=drafts)
+        yield from judged(where, values, judge_it)
+    yield from judged(*policy, partial(_policy, asked=seen, config=config))
+
+
+def _engines(
+    config: KVPolicyConfig, sizes: Sizes, kinds: Kinds
+) -> dict[str, Values | None]:
+    """Return the policies of engines by name: what is right, movers, and the policy.
+
+    Requests have their events where a kept prompt would not count.
+    """
+    values = {**config.to_dict(), "report_events": True, "pin": "none"}
+    mover = {**values, "policy": MOVER, "policy_config": {}, "allow": []}
+    never = {**mover, "policy": "streaming", "budget": sizes.longest}
+    found: dict[str, Values | None] = {"stock vLLM": None}
+    if not kinds.has_stock:
+        found = {"a policy without events": never}
+    found[MOVER] = mover
     if kinds.is_ragged:
         own_lengths = {**mover, "policy_config": {"ragged": True}}
-        movers[f"{MOVER} of own lengths"] = own_lengths
-    for where, moving in movers.items():
-        yield from judged(
-            where, moving, partial(_mover, where=where, asked=asked_of, drafts=drafts)
-        )
-    yield from judged(
-        config.policy, policy, lambda engine: _policy(engine, asked_of, config)
-    )
+        found[f"{MOVER} of own lengths"] = own_lengths
+    return {**found, config.policy: {**values, "budget": sizes.longest}}
 
 
 def trial_checks(
