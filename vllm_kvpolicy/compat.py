@@ -216,11 +216,9 @@ def cuda_attention_backend(
         dtype, cache_dtype: as on the command line.
     """
     major = (gpu_capability() or (0, 0))[0]
-    quantised = model.get("quantization_config") or {}
-    asks_float8 = cache_dtype == "auto" and quantised.get("kv_cache_scheme")
     without_flash = (
         major not in (8, 9),
-        asks_float8 or cache_dtype in FLOAT8_CACHES,
+        cache_dtype in FLOAT8_CACHES,
         dtype in ("float", "float32"),
         major == 8 and model.get("model_type") in LEARNED_SINKS,
     )

@@ -188,7 +188,8 @@ MACHINE_TRIGGERS = {
 FP8_ON_FLASH = "FP8 KV caches on GPUs with other attention than Triton's"
 E5M2_ON_GPU = "FP8 KV caches of E5M2 on GPUs"
 FP8_ON_CPU = "FP8 KV caches on CPUs without AVX-512"
-BY_DEVICE = (FP8_ON_FLASH, E5M2_ON_GPU, FP8_ON_CPU)
+FP8_BEFORE = "FP8 KV caches on GPUs before compute capability 8.9"
+BY_DEVICE = (FP8_ON_FLASH, FP8_BEFORE, E5M2_ON_GPU, FP8_ON_CPU)
 OTHER_SETTING = {"attention_type": SLIDING, "num_attention_groups": 8}
 GROUPS = [SimpleNamespace(n_heads_in_group=count) for count in (4, 8)]
 BLOCKS = [SimpleNamespace(attention=group) for group in GROUPS]
@@ -254,16 +255,18 @@ def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "changes", "capability"),
     [
-        (FP8_ON_FLASH, cache(cache_dtype="fp8")),
-        (FP8_ON_FLASH, cache(cache_dtype="fp8_e4m3") | attention(backend=FLASH)),
-        (E5M2_ON_GPU, cache(cache_dtype="fp8_e5m2") | attention(backend=TRITON)),
+        (FP8_ON_FLASH, cache(cache_dtype="fp8"), (9, 0)),
+        (FP8_ON_FLASH, cache(cache_dtype="fp8_e4m3") | attention(backend=FLASH), None),
+        (FP8_BEFORE, cache(cache_dtype="fp8") | attention(backend=TRITON), (8, 6)),
+        (E5M2_ON_GPU, cache(cache_dtype="fp8_e5m2") | attention(backend=TRITON), None),
     ],
 )
 def test_what_only_a_cpu_serves_is_refused_on_gpus(
-    policy_config, monkeypatch, name, changes
+    policy_config, monkeypatch, name, changes, capability
 ):
+    monkeypatch.setattr(compat, "gpu_capability", lambda: capability)
     config = Overlay(policy_config, changes)
     assert refusals(config) == []
     monkeypatch.setattr(compat, "platform_name", lambda: "cuda")

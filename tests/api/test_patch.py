@@ -27,9 +27,6 @@ POLICY = {"policy": "ams-tova", "budget": 128, "interval": 64}
 NGRAM_GPU = {"method": "ngram_gpu", "num_speculative_tokens": 2}
 FLAGS = ["--kv-policy", "ams-tova", "--kv-budget", "128", "--kv-interval", "64"]
 
-SET = {"type": "float", "num_bits": 8}
-FLASH = "FLASH_ATTN"
-
 
 @pytest.fixture
 def parse(tiny_model):
@@ -203,9 +200,6 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
     [
         (9, {}, "auto", "FLASH_ATTN"),
         (9, {}, "fp8", "TRITON_ATTN"),
-        (9, {"quantization_config": {"kv_cache_scheme": {}}}, "auto", "FLASH_ATTN"),
-        (9, {"quantization_config": {"kv_cache_scheme": SET}}, "auto", "TRITON_ATTN"),
-        (9, {"quantization_config": {"kv_cache_scheme": SET}}, "bfloat16", FLASH),
         (9, {"model_type": "gpt_oss"}, "auto", "FLASH_ATTN"),
         (8, {"model_type": "gpt_oss"}, "auto", "TRITON_ATTN"),
     ],

@@ -236,7 +236,8 @@ def test_what_others_keep_is_not_computed_again(
     run = serve(
         replace(MIX, policy=policy, **changes), model_config, [1088] * 8, [600] * 8
     )
-    assert run.steps < 830
+    assert run.steps < 830 and run.preemptions <= 3
+    assert run.cost < 16_000  # stock's is 14,968
 
 
 def test_pinned_superblocks_are_shared_longer_than_was_expected(

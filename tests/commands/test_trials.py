@@ -217,3 +217,17 @@ def test_drafts_that_nobody_accepts(steps: int, result: str) -> None:
 @pytest.mark.parametrize(("level", "result"), [(0.13, PASSED), (4.0, FAILED)])
 def test_stock_that_does_not_agree_with_itself(level: float, result: str) -> None:
     assert judge.is_steady(level, verify_engine.MOST_LEVEL).result == result
+
+
+@pytest.mark.parametrize(
+    ("found", "result"),
+    [
+        (Answer((3, 4), close=((1.0, 5), (1.0, 6))), PASSED),
+        (Answer((5, 4), close=((1.0, 3), (1.0, 6))), PASSED),
+        (Answer((6, 4), close=((1.0, 3), (1.0, 6))), FAILED),
+        (Answer((3, 4), close=((1.0, 5), (float("nan"), 6))), FAILED),
+    ],
+)
+def test_answers_of_noise_do_not_begin_as_stocks(found: Answer, result: str) -> None:
+    stock = [Answer((3, 9), close=((0.5, 5), (0.1, 4)))]
+    assert judge.begin_alike(stock, [found]).result == result

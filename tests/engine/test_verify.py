@@ -13,11 +13,11 @@ from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy.commands import verify as verify_command
 from vllm_kvpolicy.commands import verify_engine as engine
 from vllm_kvpolicy.commands.judge import PASSED
-from vllm_kvpolicy.commands.trials import TRIALS
+from vllm_kvpolicy.commands.trials import RAGGED, TRIALS
 from vllm_kvpolicy.events import LAST_PHASE, EventPlan
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 
-MOVED = "identity: tokens that were moved give stock's answers"
+MOVED = "identity: tokens that were moved give "
 
 
 def broken(pages, source_slots, dest_slots, first, in_place=None):
@@ -50,16 +50,26 @@ def test_a_healthy_engine(tiny_model: Path, capsys: pytest.CaptureFixture) -> No
     assert "verify: starting stock vLLM" in printed.err
 
 
+def test_a_policy_that_moves_is_checked_as_one() -> None:
+    config, sizes = verify_command._config({"policy": "identity"}), engine.Sizes(192)
+    (name, values), movers, (policy, _) = engine._engines(config, sizes, RAGGED)
+    assert (name, values, policy) == ("stock vLLM", None, "identity")
+    assert [name for name, _ in movers] == ["identity", "identity of own lengths"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["windows", "sinks", "ngram"])
+@pytest.mark.parametrize(
+    "name",
+    ["windows", "sinks", "ngram", pytest.param("fp8", marks=needs_float8)],
+)
 def test_a_feature_that_works(name: str) -> None:
     """Drafts as well, whose second engine starts as on a GPU, see `keep_kernels`."""
     trial, config, states = TRIALS[name], verify_command._config({}), []
     for check in engine.trial_checks(trial, ["float32"], config, print):
         assert check.result == PASSED and check.name.startswith("float32, "), check
         states.append(check.result)
-    # Drafts have heads of own lengths moved, too, and are counted with both movers.
-    assert states.count(PASSED) == (7 if name != "ngram" else 12)
+    # Heads of own lengths are moved, too; drafts are counted, and FP8's beginnings.
+    assert len(states) == {"ngram": 12, "fp8": 11}.get(name, 7)
 
 
 @pytest.mark.parametrize(

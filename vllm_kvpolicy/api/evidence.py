@@ -3,7 +3,7 @@
 There are three states of a feature on a device: tested, untested and refused. Untested
 features are served, and a line at start names the command that checks each of them on
 this very machine. Who has run it sees the line no more: what passed is remembered in
-the user's cache folder, by device and by the versions of vLLM and of this package.
+the user's cache folder, by device and by the versions of what it relied on.
 """
 
 import json

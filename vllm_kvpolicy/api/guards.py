@@ -618,6 +618,15 @@ REFUSALS = (
         "FP8 queries, which no scorer reads",
     ),
     Refusal(
+        "FP8 KV caches on GPUs before compute capability 8.9",
+        all_of(
+            is_float8,
+            is_on_gpu,
+            lambda config: (compat.gpu_capability() or (9, 0)) < (8, 9),
+        ),
+        "leave out --kv-cache-dtype: vLLM's Triton attention reads no FP8 there",
+    ),
+    Refusal(
         "FP8 KV caches of E5M2 on GPUs",
         all_of(lambda config: config.cache_config.cache_dtype == "fp8_e5m2", is_on_gpu),
         "set --kv-cache-dtype fp8: vLLM's Triton attention reads and writes E4M3",

@@ -329,13 +329,17 @@ class Entry:
         return self.pressure.fits(price, levels, floor, pins, soon, leaving)
 
     def _tokens_alone(self, request: Request) -> int:
-        """Return the tokens of a request that nobody else keeps in the prefix cache.
+        """Return the tokens of a waiting request less what others have pinned of them.
 
         If it is preempted they are computed again, and no others. A superblock at
-        least, so that it gets so far before it stops.
+        least, so that it gets so far before it stops. What is not pinned may be gone by
+        then, as may what layers with a window need to begin behind it.
         """
-        shared, size = self.shared.of(request.request_id), self.manager.block_size
-        kept = (shared.pinned + shared.loose) * size
+        size, pinned = (
+            self.manager.block_size,
+            self.shared.of(request.request_id).pinned,
+        )
+        kept = 0 if self._sliding.count else pinned * size
         return max(request.num_tokens - kept, size)
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
@@ -445,7 +449,8 @@ class Entry:
             return fitting
         waited = self._waits.get(request_id, 0)
         is_late = waited >= MOST_WAITS and victim is not request
-        if is_late or self._is_dear(victim):
+        missing = self.manager.num_needed(request_id, computed + num_new) - free
+        if is_late or self._is_dear(victim, missing):
             return num_new
         self._waits[request_id] = waited + 1
         self.num_waits += 1
@@ -454,8 +459,11 @@ class Entry:
             self._stopped.append(request_id)
         return 0
 
-    def _is_dear(self, victim: Request) -> bool:
+    def _is_dear(self, victim: Request, missing: int) -> bool:
         """Return whether to wait costs more tokens than to preempt the victim.
+
+        What others have pinned of it is not computed again, where vLLM need not preempt
+        another one besides, for the superblocks that are missing.
 
         Until somebody gives superblocks back, those who wait compute nothing. Who has
         had events soon has one more; others may take until their ends.
@@ -463,13 +471,18 @@ class Entry:
         steps = self._steps_to_release(self._num_free)
         if steps == NO_STEP:
             return True
-        size = self.manager.block_size
-        kept = self.manager.num_shared(victim.request_id) * size
-        price = PRICE * max(victim.num_computed_tokens - kept, size)
-        state = self._bounded(victim.request_id)
+        state, size = self._bounded(victim.request_id), self.manager.block_size
         had_events = state is not None and state.ordinal > 0
         lost = self._num_waiting if had_events else steps * (self._num_waiting + 1)
-        return self._num_lost + lost >= price
+        lost += self._num_lost
+        computed = victim.num_computed_tokens
+        if lost >= PRICE * computed:
+            return True
+        if lost < PRICE * size or state is None or self._sliding.count:
+            return False
+        kept = min(self.manager.num_shared(victim.request_id), state.pinned)
+        alone = self.manager.num_held(victim.request_id) - kept
+        return alone >= missing and lost >= PRICE * max(computed - kept * size, size)
 
     @property
     def _num_free(self) -> int:

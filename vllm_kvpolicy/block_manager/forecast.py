@@ -249,7 +249,7 @@ class Forecast:
 def is_worth(held: np.ndarray, room: float, known: int) -> bool:
     """Return whether a request that enters fits, or gets far enough to be worth it.
 
-    When the pool is full vLLM preempts, and all that it has by then is computed again.
+    When the pool is full vLLM preempts, and what it has by then is computed again.
 
     >>> held = np.array([8, 9, 9, 10, 11])
     >>> is_worth(held, room=10, known=4), is_worth(held, room=10, known=5)
@@ -258,7 +258,7 @@ def is_worth(held: np.ndarray, room: float, known: int) -> bool:
     Args:
         held: [S], superblocks of all, from this step on.
         room: superblocks of the pool.
-        known: its tokens when it enters.
+        known: its tokens when it enters, less those that others keep for it.
     """
     is_short = held > room + 1e-6  # what is added and taken off leaves a rest
     steps = int(is_short.argmax())

@@ -149,7 +149,7 @@ class Pressure:
         """Return whether calls can make room for one more request, see `is_worth`.
 
         Args:
-            known: its tokens when it enters, less those that others keep.
+            known: its tokens when it enters, less those that others have pinned.
             levels: [S] int64, superblocks that it holds if it is not cut.
             floor: superblocks that it holds at its floor.
             pins: [any], of them pinned ones that others account for.
@@ -293,12 +293,12 @@ class Pressure:
             both[: len(short)] += short
             if request.request_id in demand:
                 num_blocks = demand[request.request_id]
-            elif is_worth(
-                self.at_floors.beside(both), room, max(known - cached * size, size)
-            ):
-                num_blocks -= cached
             else:
-                break
+                kept = 0 if sizes.count else pinned * size
+                alone = max(known - kept, size)
+                if not is_worth(self.at_floors.beside(both), room, alone):
+                    break
+                num_blocks -= cached
             held = both
             coming[start:] += num_blocks
             tokens += known

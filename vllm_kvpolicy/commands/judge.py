@@ -7,6 +7,7 @@ process, `verify_server` asks a running one.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from math import isfinite
 from random import Random
 
 Counters = Mapping[str, float]
@@ -140,6 +141,17 @@ def is_steady(level: float, most: float) -> Check:
     """
     figures = f"tokens closer than {level:.2f} nats count as level"
     return _check("answers do not depend on company", level <= most, figures)
+
+
+def begin_alike(stock: Sequence[Answer], found: Sequence[Answer]) -> Check:
+    """Judge whether first tokens are one of stock's two best: not noise, nor NaN."""
+    alike = sum(
+        other.tokens[0] in (answer.tokens[0], answer.close[0][1])
+        and all(isfinite(lead) for lead, _ in other.close)
+        for answer, other in zip(stock, found, strict=True)
+    )
+    name = "answers begin with one of stock's two best tokens"
+    return _check(name, alike == len(stock), f"{alike} of {len(stock)} requests")
 
 
 def drafts_are_taken(answers: Sequence[Answer], grown: Counters) -> Check:

@@ -122,6 +122,7 @@ def _of_model(
     config, dtype = _config(flags), given.dtype or DTYPE
     # Loads vLLM, which a server's URL does not need.
     engine = import_module("vllm_kvpolicy.commands.verify_engine")
+    compat.multiply_float32_exactly()
     lines = _of_machine(config, dtype)
     return lines, engine.checks(given.target, dtype, config, _say)
 

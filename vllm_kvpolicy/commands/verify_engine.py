@@ -1,6 +1,7 @@
 """Checks engines of this process: stock vLLM, `identity`, and a policy."""
 
 import gc
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -14,6 +15,7 @@ from vllm import EngineArgs, SamplingParams, TokensPrompt
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import Answer, Check, text
 from vllm_kvpolicy.commands.trials import WITH_STOCK, Kinds, Trial, numbers
@@ -24,7 +26,11 @@ OUTPUT_TOKENS = 160
 # As servers capture attention, without compiling the model.
 GRAPHS = {
     "enforce_eager": False,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8, 16],
+    },
 }
 LEAST_SHARE = 0.02  # of a GPU that has to be free
 EXACT = "float32"  # the dtype in which nothing but equal tokens will do
@@ -174,6 +180,7 @@ def _close(logprobs: Mapping[int, Any]) -> tuple[float, int]:
 
 Values = Mapping[str, Any]
 Judge = Callable[[Engine], Iterator[Check]]
+Named = tuple[str, Values | None]
 
 
 def checks(
@@ -200,59 +207,50 @@ def checks(
     settings = settings or {}
     about = EngineArgs(**settings, model=model).create_model_config()
     sizes.check(config, about.max_model_len)
-    prompts: list[list[int]] = []
-    stock: list[Answer] = []
-    level = 0.0
+    seen = Asked(dtype == EXACT, kinds.has_stock)
+    drafts = "speculative_config" in settings
 
-    def judged(where: str, policy: Values | None, judge_it: Judge) -> Iterator[Check]:
+    def judged(
+        where: str, policy: Values | None, judge_it: Judge, own: Values = settings
+    ) -> Iterator[Check]:
         say(f"starting {where}")
 
         def begun() -> Iterator[Check]:
-            with _started(model, dtype, sizes, policy, settings) as engine:
+            with _started(model, dtype, sizes, policy, own) as engine:
                 name = f"{where}: the engine answers"
                 yield from judge.until_stopped(name, judge_it(engine))
 
         yield from judge.until_stopped(f"{where}: the engine starts", begun())
 
-    def asked(engine: Engine) -> Iterator[Check]:
-        nonlocal level
-        prompts.extend(engine.prompts())
-        stock.extend(engine.ask(prompts))
-        if dtype != EXACT:
-            alone = [answer for prompt in prompts for answer in engine.ask([prompt])]
-            level = max(LEVEL, 2 * judge.widest_lead(stock, alone))
-            yield judge.is_steady(level, MOST_LEVEL)
-
-    [reference, *movers, policy] = _engines(config, sizes, kinds).items()
-    yield from judged(*reference, asked)
-    if not stock:
+    reference, movers, policy = _engines(config, sizes, kinds)
+    yield from judged(*reference, seen.ask)
+    if not seen.answers:
         return
-    drafts = "speculative_config" in settings
-    seen = Asked(prompts, stock, level)
+    if not kinds.has_stock:
+        others = {k: v for k, v in settings.items() if k != "kv_cache_dtype"}
+        yield from judged("stock vLLM without it", None, seen.begin_alike, others)
     for where, values in movers:
-        judge_it = partial(_mover, where=where, asked=seen, drafts=drafts)
+        judge_it = partial(_mover, where=where, seen=seen, drafts=drafts)
         yield from judged(where, values, judge_it)
-    yield from judged(*policy, partial(_policy, asked=seen, config=config))
+    yield from judged(*policy, partial(_policy, seen=seen, config=config))
 
 
 def _engines(
     config: KVPolicyConfig, sizes: Sizes, kinds: Kinds
-) -> dict[str, Values | None]:
-    """Return the policies of engines by name: what is right, movers, and the policy.
+) -> tuple[Named, list[Named], Named]:
+    """Return what is right, what moves tokens, and the policy, with their names.
 
     Requests have their events where a kept prompt would not count.
     """
     values = {**config.to_dict(), "report_events": True, "pin": "none"}
     mover = {**values, "policy": MOVER, "policy_config": {}, "allow": []}
     never = {**mover, "policy": "streaming", "budget": sizes.longest}
-    found: dict[str, Values | None] = {"stock vLLM": None}
-    if not kinds.has_stock:
-        found = {"a policy without events": never}
-    found[MOVER] = mover
+    reference = ("stock vLLM", None) if kinds.has_stock else ("no event", never)
+    movers: list[Named] = [(MOVER, mover)]
     if kinds.is_ragged:
         own_lengths = {**mover, "policy_config": {"ragged": True}}
-        found[f"{MOVER} of own lengths"] = own_lengths
-    return {**found, config.policy: {**values, "budget": sizes.longest}}
+        movers.append((f"{MOVER} of own lengths", own_lengths))
+    return reference, movers, (config.policy, {**values, "budget": sizes.longest})
 
 
 def trial_checks(
@@ -268,24 +266,54 @@ def trial_checks(
             settings = {"skip_tokenizer_init": True, **trial.settings}
             if dtype != EXACT:
                 settings |= GRAPHS
+            if compat.platform_name() == "cuda":  # for stock, too
+                cache = str(settings.get("kv_cache_dtype", "auto"))
+                config_json = json.loads((Path(model) / "config.json").read_text())
+                backend = compat.cuda_attention_backend(config_json, dtype, cache)
+                settings.setdefault("attention_backend", backend)
             found = checks(model, dtype, config, say, settings, trial.kinds)
             for check in found:
                 yield replace(check, name=f"{dtype}, {check.name}")
 
 
-@dataclass(frozen=True)
 class Asked:
-    """Prompts, stock's answers to them, and by how much others may differ, in nats."""
+    """Prompts, and the answers that are right.
 
-    prompts: Sequence[Sequence[int]]
-    stock: Sequence[Answer]
-    level: float
+    Args:
+        is_exact: other answers are wrong; else stock beside itself shows by how much
+            they may differ.
+        is_stock: the answers are stock's, else those of a policy without events.
+
+    Attributes:
+        level: nats by which tokens may differ that change places.
+    """
+
+    def __init__(self, is_exact: bool, is_stock: bool) -> None:
+        self.is_exact, self.level = is_exact, 0.0
+        self.whose = "stock's answers" if is_stock else "the answers without events"
+        self.prompts: list[list[int]] = []
+        self.answers: list[Answer] = []
+
+    def ask(self, engine: "Engine") -> Iterator[Check]:
+        """Take the answers of an engine as the right ones."""
+        self.prompts = engine.prompts()
+        self.answers = engine.ask(self.prompts)
+        if not self.is_exact:
+            alone = [engine.ask([prompt])[0] for prompt in self.prompts]
+            self.level = max(LEVEL, 2 * judge.widest_lead(self.answers, alone))
+            yield judge.is_steady(self.level, MOST_LEVEL)
+
+    def begin_alike(self, engine: "Engine") -> Iterator[Check]:
+        """Judge whether they begin as those of an engine without the feature."""
+        yield judge.begin_alike(engine.ask(self.prompts), self.answers)
 
     def judged(
         self, name: str, found: Sequence[Answer], grown: Values, has_events: bool
     ) -> Check:
+        """Judge whether an engine gives the same."""
+        told, right = f"{name} {self.whose}", self.answers
         return judge.same_tokens(
-            name, self.stock, found, grown, has_events=has_events, level=self.level
+            told, right, found, grown, has_events=has_events, level=self.level
         )
 
 
@@ -301,32 +329,32 @@ def _started(*arguments: Any) -> Iterator[Engine]:
         gc.collect()
 
 
-def _mover(engine: Engine, where: str, asked: Asked, drafts: bool) -> Iterator[Check]:
+def _mover(engine: Engine, where: str, seen: Asked, drafts: bool) -> Iterator[Check]:
     """Judge the policy that keeps every token and moves most of them."""
     before = engine.counters()
-    found = engine.ask(asked.prompts)
+    found = engine.ask(seen.prompts)
     grown = judge.growth(before, engine.counters())
-    name = f"{where}: tokens that were moved give stock's answers"
-    yield asked.judged(name, found, grown, has_events=True)
+    name = f"{where}: tokens that were moved give"
+    yield seen.judged(name, found, grown, has_events=True)
     if drafts:
         yield judge.drafts_are_taken(found, grown)
     yield judge.counters_agree(where, found, grown)
     yield judge.pool_is_free(where, engine.num_held())
 
 
-def _policy(engine: Engine, asked: Asked, config: KVPolicyConfig) -> Iterator[Check]:
+def _policy(engine: Engine, seen: Asked, config: KVPolicyConfig) -> Iterator[Check]:
     """Judge a policy: with a budget that never binds, and with its own."""
     info = config.resolved().info
     start = engine.counters()
-    ample = engine.ask(asked.prompts)
+    ample = engine.ask(seen.prompts)
     between = engine.counters()
     most = engine.sizes.longest
-    name = f"{config.policy}: a budget of {most} tokens gives stock's answers"
+    name = f"{config.policy}: a budget of {most} tokens gives"
     grown = judge.growth(start, between)
-    check = asked.judged(name, ample, grown, has_events=False)
+    check = seen.judged(name, ample, grown, has_events=False)
     yield judge.left_open(check, _differs_from_stock(config))
     small = {} if info.is_unbounded else {"kv_budget": config.budget_tokens}
-    found = engine.ask(asked.prompts, small)
+    found = engine.ask(seen.prompts, small)
     end = engine.counters()
     check = judge.memory_returns(judge.growth(between, end))
     why = "without a scorer it may keep every token" if info.keeps_all else None

@@ -165,7 +165,12 @@ class Compactor:
                 capture.forget_windows(events)
             self._move(batch, choice, destinations)
             return self._commit(batch, choice, destinations)
-        logger.warning("KV policy: no memory for %d events at once", len(events))
+        logger.warning(
+            "KV policy: no memory for %d events of %s at once; from now on it has "
+            "smaller batches",
+            len(events),
+            policy,
+        )
         return [*self._run_batch(events[:half]), *self._run_batch(events[half:])]
 
     def _open(self, events: Sequence[CompactEvent]) -> Batch:
