@@ -293,12 +293,10 @@ class Pressure:
             both[: len(short)] += short
             if request.request_id in demand:
                 num_blocks = demand[request.request_id]
-            else:
-                kept = 0 if sizes.count else pinned * size
-                alone = max(known - kept, size)
-                if not is_worth(self.at_floors.beside(both), room, alone):
-                    break
+            elif is_worth(self.at_floors.beside(both), room, known):
                 num_blocks -= cached
+            else:
+                break
             held = both
             coming[start:] += num_blocks
             tokens += known

@@ -67,7 +67,7 @@ class Capture:
         return {}
 
     def forget_windows(self, events: Sequence[CompactEvent]) -> None:
-        """Forget the query windows of events that have been carried out."""
+        """Forget the query windows of events that have read them."""
 
     def move(self, moves: Moves) -> None:
         """Move values that are kept by slot along with survivors."""

@@ -104,7 +104,6 @@ class QueryWindows(Capture):
         """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
         if self._is_planned or (self._is_captured and self._is_capturing()):
             assert len(query) <= len(self.targets), "more tokens than planned"
-            assert query.dtype == self.pool.dtype, f"queries of {query.dtype}"
             rows = self.pool.vectors_of(layer)
             save_rows(rows, query.view(len(query), -1).view(rows.dtype), self.targets)
 
