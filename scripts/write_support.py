@@ -63,8 +63,8 @@ def _on_gpus() -> list[str]:
         "## On GPUs",
         "",
         "What CPUs serve is served on GPUs, but for the rows of the "
-        "[last table](#not-supported-with-a-policy) that name them. Untested, because none of our "
-        "runs has used them, or one in float32 alone, are: "
+        "[last table](#not-supported-with-a-policy) that name them. Untested, because "
+        "none of our runs has used them, or one in float32 alone, are: "
         f"{'; '.join(map(_untested, FEATURES))}. A start names those that it uses "
         "until the check, where there is one, has passed on your device "
         "([commands.md](commands.md#verify)).",
