@@ -113,12 +113,13 @@ def free_port() -> int:
     """Return a TCP port of this machine that nobody listens on.
 
     From below those that Linux gives to outgoing connections: a server binds its port
-    seconds later, when one of the others would often be in use again.
+    seconds later, when one of the others would often be in use again. Above 10080, the
+    last one that Chromium refuses to open.
     """
     while True:
         with socket.socket() as listener:
             try:
-                listener.bind(("127.0.0.1", 10_000 + secrets.randbelow(22_000)))
+                listener.bind(("127.0.0.1", 10_100 + secrets.randbelow(21_900)))
             except OSError:
                 continue
             return listener.getsockname()[1]
