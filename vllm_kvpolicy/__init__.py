@@ -19,7 +19,7 @@ Main path of one request from the flag to the kernels, in the order of first cal
   enter     block_manager.entry > block_manager.forecast
   step      worker.runtime > worker.request_table > worker.backends.mixins
   capture   worker.captures.query_windows > kernels
-  free      block_manager.manager > block_manager.sliding
+  free      block_manager.manager > block_manager.other_groups
   event     worker.compaction > worker.survivors > policies.compose
   usage     policies.compose > kernels.window_usage
   decide    policies.scorers.tova > policies.allocators.ams > kernels.segment_quota

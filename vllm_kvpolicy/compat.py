@@ -89,9 +89,13 @@ OWN_ATTENTION = (
     "IQuestLoopCoderForCausalLM",
     "MiniMaxM3SparseForCausalLM",
     "MiniMaxM3SparseForConditionalGeneration",
+    "Qwen4ExpForCausalLM",
+    "Qwen4ExpForConditionalGeneration",
 )
 # Architectures that add biases by distance in every layer; Falcon's are an option.
 ALIBI = ("BloomForCausalLM", "Step1ForCausalLM")
+# Types of models that have no module which rotates queries and keys.
+UNROTATED = ("jamba", "nemotron_h")
 # Types of models whose windows vLLM makes a token wider than `sliding_window`.
 WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 # Names of vLLM's backends for which there is a subclass of ours.
@@ -200,6 +204,31 @@ def device_name() -> str:
     from vllm.platforms import current_platform
 
     return str(current_platform.get_device_name())
+
+
+def align_states(vllm_config: Any) -> None:
+    """Choose N of a model with states as vLLM does once its weights are loaded.
+
+    A superblock has room for the state of a layer, so N depends on the state's size.
+    That is asked of the model's class, which on a GPU may start CUDA where it is
+    imported, and so in another process.
+    """
+    from vllm.model_executor.models.registry import _run_in_subprocess
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if not vllm_config.model_config.is_hybrid:
+        return
+    backend = vllm_config.attention_config.backend or AttentionBackendEnum.CPU_ATTN
+    fields = "block_size", "mamba_block_size", "mamba_page_size_padded"
+
+    def aligned() -> list[int | None]:
+        current_platform._align_hybrid_block_size(vllm_config, backend.get_class())
+        return [getattr(vllm_config.cache_config, name) for name in fields]
+
+    found = aligned() if platform_name() == "cpu" else _run_in_subprocess(aligned)
+    for name, value in zip(fields, found, strict=True):
+        setattr(vllm_config.cache_config, name, value)
 
 
 def cuda_attention_backend(

@@ -24,37 +24,46 @@ class PlannerLimits:
 
 
 @dataclass(frozen=True)
-class SlidingGroups:
-    """What layers with a sliding window hold, beside those of full attention.
+class OtherGroups:
+    """What layers with a sliding window, or with a state, hold beside full attention.
 
     vLLM cuts the layers of each kind into groups of equal size, which take superblocks
     of the same pool, each for itself: groups of the rarer kind's layers, or of the
     other kind's where those are less than half as many again.
 
+    Layers with a state (Mamba, gated delta nets, short convolutions) keep one
+    superblock for the newest token. Where the prefix cache saves states (`align`),
+    they keep the one before it as well, until the copy has been made, and none of those
+    that a prompt skips.
+
     Example: 10 layers of full attention and 52 with a window of 1,024 tokens make one
     group and six, of 10 layers each. With N = 16 and one token a step, a request holds
-    up to 65 superblocks in each of the six.
+    up to 65 superblocks in each of the six; of layers with a state, 1 or 2.
 
     Args:
-        window: tokens that such a layer attends to, the newest included.
+        window: tokens that such a layer attends to, the newest included; 2 for a
+            state, which follows from the one before it.
         num_full: layers of full attention.
-        num_sliding: layers with a window, 0 for none.
+        num_others: layers with a window or a state, 0 for none.
         block_size: N, tokens per superblock.
         step_tokens: most tokens that a step computes.
         late_steps: steps for which tokens count as not computed yet.
+        most_each: most superblocks that a request has in a group; None for as many as
+            the window takes.
     """
 
     window: int
     num_full: int
-    num_sliding: int
+    num_others: int
     block_size: int
     step_tokens: int
     late_steps: int
+    most_each: int | None = None
 
     @property
     def layers_per_group(self) -> int:
         """Layers of the largest group, whose pages a superblock has room for."""
-        few, many = sorted((self.num_full, self.num_sliding))
+        few, many = sorted((self.num_full, self.num_others))
         return (many if not few or 2 * many < 3 * few else few) or 1
 
     @property
@@ -64,16 +73,18 @@ class SlidingGroups:
 
     @cached_property
     def count(self) -> int:
-        """Groups with a window."""
-        return -(-self.num_sliding // self.layers_per_group)
+        """Groups beside that of full attention."""
+        return -(-self.num_others // self.layers_per_group)
 
     def held(self, computed: Any, end: Any, step: int = 1) -> Any:
         """Return superblocks held in a step that gets from `computed` to `end` tokens.
 
         Both are integers or arrays. See `first_block`.
         """
-        first = self.first_block(computed, step)
-        return self.count * (-(-end // self.block_size) - first)
+        each = -(-end // self.block_size) - self.first_block(computed, step)
+        if self.most_each is not None:
+            each = each - (each - self.most_each) * (each > self.most_each)
+        return self.count * each
 
     def first_block(self, computed: Any, step: int = 1) -> Any:
         """Return the first superblock, counted from 0, that has not been given back.
@@ -95,34 +106,75 @@ class SlidingGroups:
         step = self.step_tokens if step is None else step
         reach = self.window + (self.late_steps + 1) * step
         each = min(-(-num_tokens // self.block_size), -(-reach // self.block_size) + 1)
-        return self.count * each
+        return self.count * min(each, self.most_each or each)
+
+    @property
+    def mean_blocks(self) -> float:
+        """Superblocks that a long request holds on the average, at a token a step."""
+        each = 1 + (self.window + self.late_steps - 1) / self.block_size
+        return self.count * min(each, self.most_each or each)
+
+
+FULL, SLIDING, STATE = "full_attention", "sliding_attention", "state"
+# What models name their layers, where that is another word than ours. Some layers
+# attend and have a state, and some do neither.
+KINDS = {
+    "attention": (FULL,),
+    "hybrid": (FULL, STATE),
+    "linear_attention": (STATE,),
+    "mamba": (STATE,),
+    "conv": (STATE,),
+    "mlp": (),
+    "moe": (),
+}
 
 
 def layer_kinds(vllm_config: Any) -> list[str]:
-    """Return the kinds of attention that the model names for its layers, in order.
+    """Return the kinds of cache that the model's layers have, in order.
 
-    Where it has no window, as with `--disable-sliding-window`, vLLM makes full
-    attention of layers that would have one.
+    As it names them where that is none of ours. Where it has no window, as with
+    `--disable-sliding-window`, vLLM makes full attention of layers that would have one.
     """
     text = vllm_config.model_config.hf_text_config
-    kinds = list(getattr(text, "layer_types", None) or ())
+    fields = ("layer_types", "layers_block_type")
+    named = next(filter(None, (getattr(text, each, None) for each in fields)), ())
+    kinds = [kind for name in named for kind in KINDS.get(name, (name,))]
     if getattr(text, "sliding_window", None):
         return kinds
-    return [kind.replace("sliding_attention", "full_attention") for kind in kinds]
+    return [FULL if kind == SLIDING else kind for kind in kinds]
 
 
-def sliding_groups(vllm_config: Any) -> SlidingGroups:
-    """Return what layers with a sliding window hold, from the model's configuration."""
+def other_groups(vllm_config: Any) -> OtherGroups:
+    """Return what other layers than full attention hold, from the configuration."""
     scheduler, kinds = vllm_config.scheduler_config, layer_kinds(vllm_config)
-    text = vllm_config.model_config.hf_text_config
-    return SlidingGroups(
-        window=getattr(text, "sliding_window", None) or 0,
-        num_full=kinds.count("full_attention"),
-        num_sliding=kinds.count("sliding_attention"),
-        block_size=vllm_config.cache_config.block_size,
+    text, cache = vllm_config.model_config.hf_text_config, vllm_config.cache_config
+    late_steps, most_each = int(scheduler.async_scheduling or False), None
+    window = getattr(text, "sliding_window", None) or 0
+    if STATE in kinds:
+        window, most_each = 2, 1
+        if cache.mamba_cache_mode == "align":
+            most_each = 2 + late_steps + _saved_states(vllm_config, late_steps)
+    return OtherGroups(
+        window=window,
+        num_full=kinds.count(FULL),
+        num_others=kinds.count(SLIDING) + kinds.count(STATE),
+        block_size=cache.block_size,
         step_tokens=scheduler.max_num_batched_tokens,
-        late_steps=int(scheduler.async_scheduling or False),
+        late_steps=late_steps,
+        most_each=most_each,
     )
+
+
+def _saved_states(vllm_config: Any, late_steps: int) -> int:
+    """Return how many states that vLLM saves inside steps a group holds at most.
+
+    Of Mamba2, which does so on GPUs: at the end of a prompt, or in every step where the
+    prefix cache keeps more than that.
+    """
+    if compat.platform_name() == "cpu":
+        return 0
+    cache = vllm_config.cache_config
+    return 1 + late_steps * (cache.prefix_cache_retention_interval != 0)
 
 
 def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> None:
@@ -199,7 +251,7 @@ def auto_budget(
 
     With it max_num_seqs requests of max_model_len fit the pool at once, if that leaves
     each what it needs beside: an interval's growth, the rest of two superblocks, a
-    query window, and what layers with a sliding window hold.
+    query window, and what layers with a sliding window or a state hold.
 
     Example: 16 requests share 2,048 superblocks of 16 tokens, 128 each. Less 4 for a
     window, 1 for rounding and 512 tokens of growth, that is 1,456 tokens, and so 1,408.
@@ -218,7 +270,7 @@ def auto_budget(
     most = config.ceiling_tokens or longest
     least = -(-max(LEAST_AUTO, config.least_budget(size)) // AUTO_STEP) * AUTO_STEP
     share = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
-    share -= sliding_groups(vllm_config).most_blocks(longest)
+    share -= other_groups(vllm_config).most_blocks(longest, 1)
     if share * size >= longest:
         return max(min(most, longest), min(longest, config.least_budget(size)))
     window = max(each.window_tokens for each in config.all_resolved)
@@ -226,7 +278,7 @@ def auto_budget(
     fitting = (share - 1) * size - config.interval_tokens
     budget = min(max(fitting // AUTO_STEP * AUTO_STEP, least), longest)
     # Events inside a prompt come late where the budget is large.
-    room = (num_blocks or 0) - 1 - sliding_groups(vllm_config).most_blocks(longest)
+    room = (num_blocks or 0) - 1 - other_groups(vllm_config).most_blocks(longest)
 
     def fits(tokens: int) -> bool:
         return max_blocks_per_request(vllm_config, config.with_budget(tokens)) <= room
@@ -321,7 +373,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     block_size = vllm_config.cache_config.block_size
     max_model_len = vllm_config.model_config.max_model_len
     sizes = block_size, query_rows(vllm_config)
-    beside = sliding_groups(vllm_config).most_blocks(max_model_len)
+    beside = other_groups(vllm_config).most_blocks(max_model_len, 1)
     held = most_blocks(config, 1, max_model_len, *sizes) + beside
     whole = -(-max_model_len // block_size) + beside
     info = config.resolved().info

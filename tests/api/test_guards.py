@@ -34,9 +34,12 @@ WEIGHT_TRANSFER = named("weight transfer with a p")
 FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
 SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
 OTHER_DRAFTS = named("MTP")
+OTHER_KINDS = named("layers other than")
+UNNAMED_STATES = named("a state beside sliding windows")
 MEASURED_DRAFTS = named("measures each token")
 NGRAM = SimpleNamespace(method="ngram")
-SLIDING_FITTED = named("sliding-window l.*own weights")
+OTHER_FITTED = named("sliding window or a state, with a policy")
+OTHER_DRAFTED = named("speculative decoding with layers")
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
 WINDOW = {"model_config.hf_text_config.sliding_window": 48}
 FOPE, SPLIT = named("Fourier"), named("heads with a rotated")
@@ -74,6 +77,7 @@ def layers(*kinds):
 
 MIXED = layers(SLIDING, FULL)
 CHUNKED = ["chunked_attention", FULL]
+STATES = {LAYER_TYPES: ["linear_attention", FULL]}
 EVENTS = SimpleNamespace(enable_kv_cache_events=True)
 FLEX = SimpleNamespace(name="FLEX_ATTENTION")
 FLASH, TRITON = (SimpleNamespace(name=f"{name}_ATTN") for name in ("FLASH", "TRITON"))
@@ -120,9 +124,9 @@ TRIGGERS = {
     },
     "full attention in several KV cache groups": layers(*[FULL] * 3, *[SLIDING] * 2),
     "per-head lengths with sliding-window layers": MIXED | RAGGED,
-    SLIDING_FITTED: MIXED | FILE,
+    OTHER_FITTED: MIXED | FILE,
     "FP8 KV caches with sliding-window layers": MIXED | FP8,
-    "speculative decoding with sliding-window layers": MIXED | DRAFTS,
+    OTHER_DRAFTED: MIXED | DRAFTS,
     "dual chunk attention": text(dual_chunk_attention_config={"chunk_size": 64}),
     FOPE: EXPECTED | {ROPE_PARAMETERS: {"rope_type": "default", "use_fope": True}},
     SPLIT: EXPECTED | text(qk_rope_head_dim=16),
@@ -138,7 +142,11 @@ TRIGGERS = {
     "LoRA adapters with learned sinks": {**GPT_OSS, "lora_config": SET},
     "weight transfer with learned sinks": {**GPT_OSS, "weight_transfer_config": SET},
     "FP8 KV caches with learned sinks": GPT_OSS | FP8,
-    "layers other than full attention and sliding windows": {LAYER_TYPES: CHUNKED},
+    OTHER_KINDS: {LAYER_TYPES: CHUNKED},
+    UNNAMED_STATES: model(is_hybrid=True),
+    "keys of the prefix cache for less than a superblock": (
+        STATES | cache(prefix_match_unit=16)
+    ),
     OWN: model(architectures=["InklingForCausalLM"]),
     UNLIKE: text(per_layer_attributes={"head_dim"}),
     OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
@@ -147,7 +155,6 @@ TRIGGERS = {
     "learned sinks of other models than gpt-oss": text(
         model_type="granite_swa", layer_types=[FULL]
     ),
-    "mamba and linear-attention hybrids": model(is_hybrid=True),
     "attention-free models": model(is_attention_free=True),
     "multi-head latent attention (MLA)": model(use_mla=True),
     "hierarchical sparse attention (HiSparse)": attention(hisparse_config=SET),

@@ -8,7 +8,7 @@ import pytest
 
 from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
-from vllm_kvpolicy.sizes import sliding_groups
+from vllm_kvpolicy.sizes import other_groups
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN = "attention layers of a model's own"
@@ -32,7 +32,7 @@ def test_a_window_that_no_request_outgrows_is_full_attention(
     else:
         config = args.create_engine_config()
         assert config.cache_config.sliding_window is None
-        assert sliding_groups(config).count == 0
+        assert other_groups(config).count == 0
 
 
 def gemma4(**changes):
@@ -82,27 +82,30 @@ def test_fields_come_in_several_forms(policy_config, fields, row):
     assert bool(found) == bool(row)
 
 
-MLA, HYBRID = "multi-head latent attention (MLA)", "mamba and linear-attention hybrids"
+MLA = "multi-head latent attention (MLA)"
 # Class of attention layers that models share -> row that refuses it, None for none.
 SHARED = {
     "Attention": None,
     "EncoderOnlyAttention": None,  # has no KV cache
     "CrossAttention": "encoder-decoder models",
-    "ChunkedLocalAttention": "layers other than full attention and sliding windows",
+    "ChunkedLocalAttention": (
+        "layers other than full attention, sliding windows and states"
+    ),
     "MLAAttention": MLA,
     "RSWAAttention": "residual sliding-window attention (R-SWA)",
     **dict.fromkeys(("PrefillPrefixLMAttention", "StaticSinkAttention"), OWN),
-    **dict.fromkeys(("MambaBase", "MambaMixer", "MambaMixer2", "ShortConv"), HYBRID),
-    **dict.fromkeys(("LinearAttention", "GatedDeltaNetAttention"), HYBRID),
+    # Of layers with a state.
+    **dict.fromkeys(("MambaBase", "MambaMixer", "MambaMixer2", "ShortConv")),
+    **dict.fromkeys(("LinearAttention", "GatedDeltaNetAttention")),
 }
 # File or folder of a model that has such a class to itself -> the same.
 MODELS_OWN = {
     "extract_hidden_states.py": OTHER_DRAFTS,
     "whisper_causal.py": "images, audio and video",
-    **dict.fromkeys(("inkling", "minimax_m3"), OWN),
+    **dict.fromkeys(("inkling", "minimax_m3", "qwen4_exp"), OWN),
     **dict.fromkeys(("deepseek_v2.py", "deepseek_v32", "deepseek_v4"), MLA),
     **dict.fromkeys(("deepseek_v41", "dots3_note"), MLA),
-    **dict.fromkeys(("bailing_moe_v3.py", "kimi_k3", "qwen4_exp"), HYBRID),
+    **dict.fromkeys(("bailing_moe_v3.py", "kimi_k3"), MLA),
 }
 LAYER_CLASS = re.compile(
     r"^class (\w+)\([^)]*\b(?:Attention|AttentionLayerBase|MambaBase|MLAAttention)\b",

@@ -23,18 +23,18 @@ from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
 )
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks, run_events_first
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
-from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
+from vllm_kvpolicy.sizes import OtherGroups, PlannerLimits
 from vllm_kvpolicy.worker.worker import check_groups
 
 SIZES = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
 
 
-def groups(full: int, sliding: int, **changes: int) -> SlidingGroups:
+def groups(full: int, sliding: int, **changes: int) -> OtherGroups:
     values = {"window": 48, "block_size": 32, "step_tokens": 96, "late_steps": 0}
-    return SlidingGroups(num_full=full, num_sliding=sliding, **{**values, **changes})
+    return OtherGroups(num_full=full, num_others=sliding, **{**values, **changes})
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_windows_take_what_an_event_gives_back(num_free: int) -> None:
     own, others = own_manager(cache.coordinator.single_type_managers)
     run_events_first(cache.coordinator, own)
     planner = Planner(PlannerLimits(32, 8))
-    sliding = SlidingBlocks(groups(1, NUM_WINDOWS, step_tokens=LENGTH), others)
+    sliding = OtherBlocks(groups(1, NUM_WINDOWS, step_tokens=LENGTH), others)
     own.attach(planner, sliding)
     footprint = Footprint(EventPlan(LENGTH, 128, 64, 4096), 8, 32)
     planner.add("r", RequestPlan("tova", footprint, 4))

@@ -20,10 +20,10 @@ from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
 )
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks, run_events_first
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.events import EventPlan, Footprint
-from vllm_kvpolicy.sizes import PlannerLimits, SlidingGroups
+from vllm_kvpolicy.sizes import OtherGroups, PlannerLimits
 
 N, WINDOW, LENGTH, GROUPS = 16, 40, 192, 2
 SIZES = {"block_size": N, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -56,9 +56,9 @@ class Engine:
         run_events_first(coordinator, self.manager)
         self.late_steps, self.requests = late_steps, dict[str, Request]()
         self.planner = Planner(PlannerLimits(N, 8))
-        sizes = SlidingGroups(WINDOW, 1, GROUPS, N, LENGTH, late_steps)
-        self.sliding = SlidingBlocks(sizes, others, self.num_processed)
-        self.manager.attach(self.planner, self.sliding)
+        sizes = OtherGroups(WINDOW, 1, GROUPS, N, LENGTH, late_steps)
+        self.others = OtherBlocks(sizes, others, self.num_processed)
+        self.manager.attach(self.planner, self.others)
 
     @property
     def free(self) -> int:
@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def held_by_windows(self) -> int:
-        return self.sliding.held_by(self.requests)
+        return self.others.held_by(self.requests)
 
     def num_processed(self, name: str) -> int:
         """Return how many tokens of a request steps have computed that have ended."""
@@ -103,7 +103,7 @@ class Engine:
         """Return which entries of a request's groups are cached, windows first."""
         return [
             [block.block_hash is not None for block in manager.req_to_blocks["a"]]
-            for manager in (*self.sliding.managers, self.manager)
+            for manager in (*self.others.managers, self.manager)
         ]
 
 
@@ -121,16 +121,16 @@ def share(late_steps: int = 0) -> tuple[Engine, Request, Request]:
 
 def test_what_requests_share_is_counted_once() -> None:
     engine, _, _ = share()
-    held = [engine.sliding.held(name) for name in "ab"]
+    held = [engine.others.held(name) for name in "ab"]
     # Of 12 superblocks "b" has the 3 before it, which "a" has too, and a new one.
     assert held == [GROUPS * BLOCKS, GROUPS * 4]
-    together = engine.sliding.held_by("ab")
+    together = engine.others.held_by("ab")
     assert together == sum(held) - GROUPS * 3
     assert engine.manager.num_held_by("ab") - (BLOCKS - 1) == 200 - engine.free
-    assert engine.sliding.held_by(()) == engine.sliding.held("c") == 0
+    assert engine.others.held_by(()) == engine.others.held("c") == 0
     # Those that "a" holds, too, stay taken when "b" moves on.
-    assert engine.sliding.held_by("b") == GROUPS
-    assert engine.sliding.held_by("a") == GROUPS * (BLOCKS - 3)
+    assert engine.others.held_by("b") == GROUPS
+    assert engine.others.held_by("a") == GROUPS * (BLOCKS - 3)
 
 
 @pytest.mark.parametrize("late_steps", [0, 1])
@@ -169,8 +169,8 @@ def test_what_a_longer_step_has_left_comes_back_when_it_is_computed(
     expected = [GROUPS - behind] if not late_steps else [GROUPS, -behind]
     for number, windows in enumerate(expected):
         computed, before = LENGTH + number, engine.held_by_windows
-        needed = engine.sliding.needed("a", computed, computed + 1, 1)
-        later = engine.sliding.needed("a", computed, computed + 30, 1)
+        needed = engine.others.needed("a", computed, computed + 1, 1)
+        later = engine.others.needed("a", computed, computed + 30, 1)
         assert later >= needed
         engine.compute(request, 1)
         assert engine.held_by_windows - before == needed == windows
@@ -208,7 +208,7 @@ def test_levels_bear_what_long_steps_leave_behind(
     late_steps: int, chunk: int, last: int
 ) -> None:
     """Each step, before and after the request's turn in it, as vLLM gives back."""
-    sizes = SlidingGroups(WINDOW, 1, GROUPS, N, 100, late_steps)
+    sizes = OtherGroups(WINDOW, 1, GROUPS, N, 100, late_steps)
     computed, held, levels = 300, 0, []
     counts = [chunk, last, *[1] * 60]
     for turn, count in enumerate(counts):

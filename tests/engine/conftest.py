@@ -52,6 +52,14 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random LFM2 folder: two layers of full attention, four with a state."""
+    from support.made_hybrids import make
+
+    return make("lfm2", tmp_path_factory.mktemp("lfm2"))
+
+
+@pytest.fixture(scope="session")
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random gpt-oss folder, see `support.made_sinks`."""
     from support.made_sinks import make_gpt_oss

@@ -220,13 +220,35 @@ def test_engines_beside_windows(
     run_engines(policy, depth, model_config, steps, least, caching, beside_windows)
 
 
+def beside_states(scenario: Scenario, turn: int) -> Scenario:
+    """Give an engine groups of layers with a state."""
+    scenario = beside_windows(scenario, turn)
+    return replace(scenario, states=True, retention=None)
+
+
+@pytest.mark.parametrize(
+    ("policy", "depth", "caching"),
+    sweeps.paired(["ams-tova", "identity", "adakv-snapkv"], [1, 2], [True, False]),
+)
+def test_engines_beside_states(
+    policy: str, depth: int, caching: bool, model_config: ModelConfig
+):
+    """Every state is the one of the token before; no survivor is set to zeros."""
+    least = {"events": 60, "finished": 30, "aborts": 20, "preemptions": 20}
+    if caching:
+        least |= {"hits": 20}
+    steps = MIN_STEPS // 2
+    run_engines(policy, depth, model_config, steps, least, caching, beside_states)
+
+
 def on_call(scenario: Scenario, turn: int) -> Scenario:
     """Let an engine call for events; by turns it shares, speculates, has windows."""
     scenario = replace(scenario, caching=turn % 2 == 1)
     if turn % 6 == 2 and scenario.depth == 1:  # vLLM drafts without looking ahead
         scenario = speculating(scenario, turn)
     elif turn % 6 == 4:
-        scenario = beside_windows(scenario, turn)
+        beside = beside_windows if turn % 12 == 4 else beside_states
+        scenario = beside(scenario, turn)
     elif turn % 6 == 5:
         scenario = resetting(scenario, turn)
     policy = scenario.policy | {"events": "pressure"}

@@ -16,7 +16,7 @@ GROUPS = {"gemma3": NUM_GROUPS, "gpt_oss": 1}
 def engine(request) -> Iterator[Engine]:
     model = request.getfixturevalue(request.param)
     with Engine(model, VALUES, max_num_batched_tokens=96) as engine:
-        sliding = engine.scheduler.kv_policy_manager.sliding
+        sliding = engine.scheduler.kv_policy_manager.others
         assert len(sliding.managers) == GROUPS[request.param]
         yield engine
 
@@ -33,16 +33,16 @@ def test_what_is_held_is_bounded_and_counted(
         for request_id in engine.scheduler.kv_policy_planner.states:
             held = manager.num_held(request_id)
             assert held == engine.num_usable - engine.num_free
-            beside.append(manager.sliding.held(request_id))
+            beside.append(manager.others.held(request_id))
             own.append(held - beside[-1])
 
     engine.run([job], note)
     tokens = length + max_tokens - 1
     assert max(own) == footprint_of(VALUES, job).peak_blocks(tokens)
-    most = manager.sliding.sizes.most_blocks
+    most = manager.others.sizes.most_blocks
     assert max(beside) <= most(tokens)
     assert 0 < max(beside[-max_tokens + 100 :]) <= most(tokens, step=1)
-    groups = 1 + len(manager.sliding.managers)
+    groups = 1 + len(manager.others.managers)
     assert max(own) + max(beside) < groups * -(-tokens // BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""The prefix cache beside sliding windows changes no token and no survivor."""
+"""The prefix cache beside windows and states changes no token and no survivor."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support import made_hybrids
 from support.engine.helpers import (
     Engine,
     Job,
@@ -21,12 +22,13 @@ from support.engine.tensor_parallel import compare
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
 COMMON = ("ams-tova", "snapkv", "h2o", "streaming", "keydiff")
-POLICIES = {"gemma3": (*COMMON, "ams-expected"), "gpt_oss": COMMON}
+POLICIES = {"gemma3": (*COMMON, "ams-expected"), "gpt_oss": COMMON, "lfm2": COMMON}
+SETTINGS = {"lfm2": made_hybrids.SETTINGS["lfm2"]}
 BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
 # Steps that read part of a prompt; a pool in which requests preempt each other.
 CHUNKS = {"max_num_batched_tokens": 96, "max_model_len": 640}
 TIGHT = {**CHUNKS, "foresees": False}
-NUM_BLOCKS = {"gemma3": 72, "gpt_oss": 48}
+NUM_BLOCKS = {"gemma3": 72, "gpt_oss": 48, "lfm2": 60}
 STEM = 320
 
 
@@ -81,7 +83,7 @@ def in_crowds(request) -> Callable[..., Served]:
         values = policy and {"policy": policy, **VALUES, "budget": BUDGETS[policy]}
         jobs = jobs_of(tuple(BUDGETS), is_stock=True) * 3
         jobs = [replace(job, name=f"{n}") for n, job in enumerate(jobs)]
-        changes = {**TIGHT, "num_blocks": NUM_BLOCKS[kind]}
+        changes = {**TIGHT, "num_blocks": NUM_BLOCKS[kind], **SETTINGS.get(kind, {})}
         changes["enable_prefix_caching"] = True
         model = request.getfixturevalue(kind)
         found = Served(*serve_again(model, values, jobs, **changes), values or {})
@@ -111,6 +113,7 @@ def in_peace(request, tmp_path_factory) -> Callable[..., Served]:
         ]
         times = [(jobs, None), (jobs, None), (cut, reset_sometimes)]
         changes = {**CHUNKS, "enable_prefix_caching": is_caching}
+        changes |= SETTINGS.get(kind, {})
         trace = tmp_path_factory.mktemp("trace")
         with Engine(request.getfixturevalue(kind), values, trace, **changes) as engine:
             for given, on_step in times if is_caching else times[:1]:

@@ -13,14 +13,25 @@ import torch
 
 from support.engine.helpers import Result, one_job_each, serve
 from support.engine.oracle_replay import Mismatch, check_replay
+from support.made_hybrids import SETTINGS
 from support.made_sliding import MixedDecoder
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
 BASE = {"budget": 110, "interval": 56, "prefill_interval": 256, "recent": 40}
 COMMON = ["ams-tova", "tova", "snapkv", "streaming", "h2o"]
-POLICIES = {"gemma3": [*COMMON, "ams-expected", "keydiff"], "gpt_oss": COMMON}
+POLICIES = {
+    "gemma3": [*COMMON, "ams-expected", "keydiff"],
+    "gpt_oss": COMMON,
+    "lfm2": [*COMMON, "ams-expected", "lagkv"],
+}
 # Superblocks of pools that are too small for all; with ALWAYS requests preempt.
-POOLS = {("gemma3", ALWAYS): 64, ("gemma3", PRESSURE): 52, ("gpt_oss", ALWAYS): 32}
+POOLS = {
+    ("gemma3", ALWAYS): 64,
+    ("gemma3", PRESSURE): 52,
+    ("gpt_oss", ALWAYS): 32,
+    ("lfm2", ALWAYS): 40,
+    ("lfm2", PRESSURE): 40,
+}
 CASES = [(*pool, policy) for pool in POOLS for policy in POLICIES[pool[0]]]
 Decoders = Callable[[str], MixedDecoder]
 
@@ -33,11 +44,12 @@ def served(request, tmp_path_factory: pytest.TempPathFactory):
     def run(model: str, events: str) -> dict[str, Result]:
         names = POLICIES[model]
         values = {"policy": names[0], "allow": names, "events": events, **BASE}
-        if model == "gemma3":
+        if "ams-expected" in names:
             values["policy_config"] = {"expected_window": 48}
         jobs = one_job_each(names, (37, 180, 300), 150, seed=4000)
         changes = {"max_num_batched_tokens": 96, "max_model_len": 640}
         changes |= {"num_blocks": POOLS[model, events], "foresees": events == PRESSURE}
+        changes |= SETTINGS.get(model, {})
         folder, trace = request.getfixturevalue(model), tmp_path_factory.mktemp("trace")
         found = serve(folder, values, jobs, trace, **changes)
         assert (found.preemptions > 0) == (events == ALWAYS)

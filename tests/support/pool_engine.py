@@ -8,8 +8,8 @@ from vllm.v1.core.block_pool import BlockPool
 
 from support.request_plans import request_plan
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks
 from vllm_kvpolicy.block_manager.planner import Planner
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
 from vllm_kvpolicy.events import EventPlan
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.sizes import PlannerLimits
@@ -51,7 +51,7 @@ class Engine:
             kv_cache_group_id=0,
             scheduler_block_size=block_size,
         )
-        self.manager.attach(self.planner, SlidingBlocks(), place)
+        self.manager.attach(self.planner, OtherBlocks(), place)
 
     @property
     def free(self) -> int:

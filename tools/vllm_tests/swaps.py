@@ -31,7 +31,7 @@ from vllm_kvpolicy.block_manager.scheduler import (
     KVPolicyAsyncScheduler,
     KVPolicyScheduler,
 )
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks
 from vllm_kvpolicy.config import CONFIG_KEY
 from vllm_kvpolicy.sizes import PlannerLimits
 
@@ -222,4 +222,4 @@ def _ask_for_more(client: Any) -> None:
 
 def _attach(manager: KVPolicyManager) -> None:
     """Have a manager without a scheduler plan for nobody, as where no policy is."""
-    manager.attach(Planner(PlannerLimits(manager.block_size, 1)), SlidingBlocks())
+    manager.attach(Planner(PlannerLimits(manager.block_size, 1)), OtherBlocks())

@@ -115,6 +115,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         _refuse(config, refusals(vllm_config))
         if compat.is_first_process(engine_args):
             tell_untested(vllm_config)
+        compat.align_states(vllm_config)
         config = settled(vllm_config)
         config.validate_block_size(vllm_config.cache_config.block_size)
         check_drafts(config, vllm_config)

@@ -15,7 +15,7 @@ from vllm_kvpolicy.api.patch_table import problems
 from vllm_kvpolicy.config import KVPolicyConfig, server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
-from vllm_kvpolicy.sizes import layer_kinds, sliding_groups
+from vllm_kvpolicy.sizes import FULL, SLIDING, STATE, layer_kinds, other_groups
 
 Question = Callable[[Any], object]  # about a finished VllmConfig
 
@@ -173,7 +173,6 @@ def _converts_cache(config: Any) -> bool:
     return config.cache_config.cache_dtype not in ("auto", own, *compat.FLOAT8_CACHES)
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 # Model types whose code in Transformers decides by itself which layers rotate; vLLM's
 # own code of these models says it in attributes, see worker.layers.
 DECIDING = {"cohere2", "cohere_compass", "exaone4", "exaone4_5", "exaone_moe"}
@@ -182,6 +181,11 @@ DECIDING |= {"granite_swa", "granitemoe_swa", "muse_glimmer"}
 
 def mixes_windows(config: Any) -> bool:
     return {FULL, SLIDING} <= set(layer_kinds(config))
+
+
+def has_states(config: Any) -> bool:
+    """Return whether layers keep a state: Mamba, gated delta nets, convolutions."""
+    return STATE in layer_kinds(config)
 
 
 def _varying(config: Any) -> set[str]:
@@ -415,10 +419,11 @@ REFUSALS = (
     Refusal(
         "full attention in several KV cache groups",
         all_of(
-            mixes_windows, lambda config: sliding_groups(config).num_full_groups > 1
+            any_of(mixes_windows, has_states),
+            lambda config: other_groups(config).num_full_groups > 1,
         ),
-        "serve a model with fewer layers of full attention than with sliding windows, "
-        "or with less than half as many more",
+        "serve a model with fewer layers of full attention than other ones, or with "
+        "less than half as many more",
     ),
     Refusal(
         "per-head lengths with sliding-window layers",
@@ -427,8 +432,9 @@ REFUSALS = (
         + _SELECTING,
     ),
     Refusal(
-        "sliding-window layers with a policy for the model's own weights ({fitted})",
-        all_of(mixes_windows, is_fitted),
+        "layers with a sliding window or a state, with a policy for the model's own "
+        "weights ({fitted})",
+        all_of(any_of(mixes_windows, has_states), is_fitted),
         "choose another policy: no file was made or tested for such a model",
     ),
     Refusal(
@@ -437,14 +443,43 @@ REFUSALS = (
         "leave out --kv-cache-dtype",
     ),
     Refusal(
-        "speculative decoding with sliding-window layers",
-        all_of(mixes_windows, speculates),
+        "speculative decoding with layers that have a sliding window or a state",
+        all_of(any_of(mixes_windows, has_states), speculates),
         "leave out --speculative-config",
     ),
     Refusal(
-        "layers other than full attention and sliding windows",
-        lambda config: set(layer_kinds(config)) - {FULL, SLIDING},
-        "serve a model whose layers all attend to the whole context",
+        "layers other than full attention, sliding windows and states",
+        lambda config: set(layer_kinds(config)) - {FULL, SLIDING, STATE},
+        "serve a model whose layers are of these kinds",
+    ),
+    Refusal(
+        "layers with a state beside sliding windows, or that the model does not name",
+        all_of(
+            on("model_config.is_hybrid"),
+            any_of(mixes_windows, lambda config: not has_states(config)),
+        ),
+        "serve another model: what its layers hold is not known before it is loaded",
+    ),
+    Refusal(
+        "the Transformers backend with layers that have a state, or no full attention",
+        all_of(
+            has_states,
+            any_of(
+                off("model_config.is_hybrid"),
+                lambda config: FULL not in layer_kinds(config),
+            ),
+        ),
+        "leave out --model-impl, or serve a model with layers of full attention",
+    ),
+    Refusal(
+        "FlashInfer with layers that have a state",
+        all_of(has_states, lambda config: FLASHINFER in backends(config)),
+        "leave out --attention-backend: their superblocks are too large for it",
+    ),
+    Refusal(
+        "keys of the prefix cache for less than a superblock",
+        all_of(has_states, given("cache_config.prefix_match_unit")),
+        "leave out --prefix-match-unit",
     ),
     Refusal(
         "attention layers of a model's own",
@@ -475,11 +510,6 @@ REFUSALS = (
         "learned sinks of other models than gpt-oss",
         _has_unknown_sinks,
         "serve a model without learned sinks, or gpt-oss",
-    ),
-    Refusal(
-        "mamba and linear-attention hybrids",
-        on("model_config.is_hybrid"),
-        "serve a pure attention model",
     ),
     Refusal(
         "attention-free models",
@@ -535,6 +565,14 @@ REFUSALS = (
         "its code leaves them out in some layers, with {rotates}",
         all_of(reads_rotations, _code_decides),
         "leave out --model-impl, or choose another policy",
+    ),
+    Refusal(
+        "models without rotary positions in any layer with {rotates}",
+        all_of(
+            reads_rotations,
+            lambda config: _text(config, "model_type") in compat.UNROTATED,
+        ),
+        "choose another policy",
     ),
     # Learned sinks.
     Refusal(

@@ -9,7 +9,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import NONE, PROMPT, SYSTEM, request_keys, wrong
-from vllm_kvpolicy.sizes import check_drafts, most_blocks, query_rows, sliding_groups
+from vllm_kvpolicy.sizes import check_drafts, most_blocks, other_groups, query_rows
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -132,7 +132,7 @@ def check_params(
     if config is not None:
         sizes = block_size, query_rows(vllm_config)
         wanted = most_blocks(config, max(prompt_tokens, 1), tokens, *sizes)
-    wanted += sliding_groups(vllm_config).most_blocks(tokens)
+    wanted += other_groups(vllm_config).most_blocks(tokens)
     # One block is vLLM's null block.
     if wanted >= num_blocks:
         name = PER_REQUEST_OFF if config is None else config.policy

@@ -40,7 +40,7 @@ class Claim:
         needed = manager.planner.peak_blocks(request.request_id, known, num_shared)
         if needed is None:
             needed = cdiv(known, manager.block_size) - num_shared
-        needed += manager.sliding.sizes.most_blocks(known)
+        needed += manager.others.sizes.most_blocks(known)
         staying = manager.num_staying(leaving)
         room = manager.num_usable - staying
         wanted = needed + self.watermark

@@ -45,7 +45,7 @@ from vllm_kvpolicy.block_manager.planner import Planner, RequestState
 from vllm_kvpolicy.block_manager.pressure import Pressure
 from vllm_kvpolicy.block_manager.sharing import Sharing
 from vllm_kvpolicy.events import NO_STEP
-from vllm_kvpolicy.sizes import SlidingGroups
+from vllm_kvpolicy.sizes import OtherGroups
 
 MOST_WAITS = 128  # steps in a row that a request sits out for newer ones
 NOBODY: frozenset[str] = frozenset()
@@ -129,9 +129,9 @@ class Entry:
         return self.manager.block_size if self.num_drafts else 0
 
     @property
-    def _sliding(self) -> SlidingGroups:
+    def _others(self) -> OtherGroups:
         """What layers with a sliding window hold beside."""
-        return self.manager.sliding.sizes
+        return self.manager.others.sizes
 
     def _unfinished(self) -> Iterator[int]:
         """Yield how long the answers are that run and may stop."""
@@ -339,7 +339,7 @@ class Entry:
             self.manager.block_size,
             self.shared.of(request.request_id).pinned,
         )
-        kept = 0 if self._sliding.count else pinned * size
+        kept = 0 if self._others.count else pinned * size
         return max(request.num_tokens - kept, size)
 
     def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
@@ -397,7 +397,7 @@ class Entry:
                 -(known - computed) // (self.chunk_tokens or self.step_tokens)
             )
             levels = np.concatenate([np.full(num_steps, peak), coming])
-            levels = np.maximum.accumulate(levels) + self._sliding.most_blocks(last)
+            levels = np.maximum.accumulate(levels) + self._others.most_blocks(last)
             return levels, None
         positions = computed, end, min(last, end + HORIZON)
         slack = self._draft_slack
@@ -407,9 +407,9 @@ class Entry:
         first_event = state.first_event - slack  # as soon as it may come
         num_before = min(first_event - end + 1, shared.until - self.forecast.step)
         levels[: max(num_before, 0)] -= shared.loose
-        if self._sliding.count:
-            beside = self.manager.sliding.held(request.request_id)
-            levels += window_levels(self._sliding, positions, beside)
+        if self._others.count:
+            beside = self.manager.others.held(request.request_id)
+            levels += window_levels(self._others, positions, beside)
         levels = np.pad(levels, (0, self.late_steps), "edge")
         return levels, end - self.forecast.step - 1
 
@@ -478,7 +478,7 @@ class Entry:
         computed = victim.num_computed_tokens
         if lost >= PRICE * computed:
             return True
-        if lost < PRICE * size or state is None or self._sliding.count:
+        if lost < PRICE * size or state is None or self._others.count:
             return False
         kept = min(self.manager.num_shared(victim.request_id), state.pinned)
         alone = self.manager.num_held(victim.request_id) - kept
@@ -505,13 +505,13 @@ class Entry:
         blocks = self._last[request_id] // self.manager.block_size + 2
         window = self.planner.states[request_id].footprint.window_blocks
         # Its first event takes anew what others hold, too.
-        return (2 + self._sliding.count) * blocks + 2 * window
+        return (2 + self._others.count) * blocks + 2 * window
 
     def _fitting(self, request_id: str, computed: int, num_new: int) -> int:
         """Return for how many new tokens there are superblocks, at least 1."""
         size, free = self.manager.block_size, self._num_free
         spare = max(free - self.manager.num_needed(request_id, computed + 1), 0)
-        spare //= 1 + self._sliding.count  # groups take as many each
+        spare //= 1 + self._others.count  # groups take as many each
         count = min((computed // size + 1 + spare) * size - computed, num_new)
         # The window of the next event may not fit, too.
         fits = self.manager.num_needed(request_id, computed + count) <= free

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from vllm_kvpolicy.events import EventPlan, Footprint
-from vllm_kvpolicy.sizes import SlidingGroups
+from vllm_kvpolicy.sizes import OtherGroups
 
 HORIZON = 8192  # steps; what a request holds later is booked when they have passed
 PRICE = 0.5  # tokens of an answer that a token computed again in a prompt is worth
@@ -109,13 +109,13 @@ def _held(
 
 
 def window_levels(
-    sizes: SlidingGroups, positions: tuple[int, int, int], held: int
+    sizes: OtherGroups, positions: tuple[int, int, int], held: int
 ) -> np.ndarray:
     """Return [1 + last - end] int64: most superblocks of windows in a step and later.
 
-    What windows leave behind comes back in the request's turn of a step, when the
-    tokens ahead count as computed; with asynchronous scheduling that is a step later.
-    So the first steps hold what longer ones have left, too.
+    Or of states. What windows leave behind comes back in the request's turn of a step,
+    when the tokens ahead count as computed; with asynchronous scheduling that is a step
+    later. So the first steps hold what longer ones have left, too.
 
     Args:
         positions: tokens computed before the step, `end` after it, and `last`; each
@@ -128,7 +128,8 @@ def window_levels(
     found[0] = sizes.most_blocks(end, max(end - computed, 1))
     late = sizes.late_steps + 1
     more = -(-after[:late] // sizes.block_size) - -(-computed // sizes.block_size)
-    found[:late] = np.maximum(found[:late], held + sizes.count * more)
+    first = np.minimum(held + sizes.count * more, sizes.most_blocks(last))
+    found[:late] = np.maximum(found[:late], first)
     before = sizes.held(computed, after[1 : late + 1], 0)
     found[1 : late + 1] = np.maximum(found[1 : late + 1], before)
     return found

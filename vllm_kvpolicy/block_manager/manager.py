@@ -18,8 +18,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks, held_by_no_others
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, held_by_no_others
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
@@ -94,12 +94,12 @@ class Offers:
         cache.estimate_cached_tokens = estimate_cached_tokens
 
 
-class SlidingOffers(Offers):
-    """What a request of a policy offers in a group of layers with a sliding window.
+class OtherOffers(Offers):
+    """What a request of a policy offers in a group of windows or of states.
 
-    Keys and values of these layers follow from hidden states, which behind the first
-    event depend on what layers of full attention keep. So nothing is offered from there
-    on, as in the policy's group.
+    They follow from hidden states, which behind the first event depend on what layers
+    of full attention keep. So nothing is offered from there on, as in the policy's
+    group.
 
     vLLM keeps windows that end where the same prompt, sent again, would go on, and
     offers no others unless users ask for more. A policy lets a request take less, so
@@ -122,10 +122,15 @@ class SlidingOffers(Offers):
         *,
         replay_boundaries: Sequence[int],
     ) -> None:
-        """Offer full superblocks, none past the first event."""
+        """Offer full superblocks, none past the first event.
+
+        No step goes past an event, so that behind it nothing is left to offer. vLLM
+        saves states inside a step, too, whatever `num_tokens` says.
+        """
         state = self._planner.states.get(request.request_id)
         if state is not None:
-            num_tokens = min(num_tokens, state.first_event)
+            if num_tokens > state.first_event:
+                return
             last = state.usable_hit(request.num_prompt_tokens - 1)
             replay_boundaries = (*replay_boundaries, last)
         given = request, num_tokens, retention_interval
@@ -213,13 +218,13 @@ class KVPolicyManager(FullAttentionManager):
     """
 
     planner: Planner
-    sliding: SlidingBlocks
+    others: OtherBlocks
     blocks_returned: int
     # Superblocks are offered when the token after them is computed: `lookahead_hasher`.
     offers_later: bool = False
     # What the request whose turn it is leaves to a more urgent one that waits.
     claimed: int = 0
-    # Of this group and of those with a sliding window.
+    # Of this group and of the others.
     offers: list[Offers]
     # By request, the superblocks of its open query window.
     _windows: dict[str, list[KVCacheBlock]]
@@ -227,7 +232,7 @@ class KVPolicyManager(FullAttentionManager):
     def attach(
         self,
         planner: Planner,
-        sliding: SlidingBlocks,
+        others: OtherBlocks,
         place: Callable[..., list[KVCacheBlock]] | None = None,
     ) -> None:
         """Connect to the engine's planner; the scheduler does so once.
@@ -237,10 +242,10 @@ class KVPolicyManager(FullAttentionManager):
                 does; None keeps the oldest ones, so that survivors move towards the
                 front.
         """
-        self.planner, self.sliding, self.place = planner, sliding, place
+        self.planner, self.others, self.place = planner, others, place
         self.blocks_returned = 0
         self._windows = {}
-        beside = [SlidingOffers(each, planner) for each in sliding.managers]
+        beside = [OtherOffers(each, planner) for each in others.managers]
         self.offers = [Offers(self), *beside]
 
     @property
@@ -456,7 +461,7 @@ class KVPolicyManager(FullAttentionManager):
         if state is None:
             return more
         step = max(num_tokens - state.computed, 1) if step is None else step
-        return more + self.sliding.needed(request_id, state.computed, num_tokens, step)
+        return more + self.others.needed(request_id, state.computed, num_tokens, step)
 
     def num_shared(self, request_id: str) -> int:
         """Return how many of a request's first superblocks others hold, too."""
@@ -481,7 +486,7 @@ class KVPolicyManager(FullAttentionManager):
     def pool_counts(self) -> tuple[int, int]:
         """Return (local, global) superblocks of requests; windows count as local.
 
-        So do those of layers with a sliding window.
+        So do those of other layers than full attention.
         """
         num_global = self.planner.num_global_blocks
         return self.num_taken - num_global, num_global
@@ -489,19 +494,19 @@ class KVPolicyManager(FullAttentionManager):
     def num_held(self, request_id: str) -> int:
         """Return the superblocks that a request holds, its query window included.
 
-        And those of layers with a sliding window.
+        And those of other layers than full attention.
         """
-        return self._num_own(request_id) + self.sliding.held(request_id)
+        return self._num_own(request_id) + self.others.held(request_id)
 
     def num_held_by(self, request_ids: Sequence[str]) -> int:
         """Return what requests hold; of windows what nobody else holds, once."""
         own = sum(map(self._num_own, request_ids))
-        return own + self.sliding.held_by(request_ids)
+        return own + self.others.held_by(request_ids)
 
     def num_staying(self, leaving: Collection[str]) -> int:
         """Return the superblocks that are still taken when these requests have left."""
         own = chain.from_iterable(map(self._own, leaving))
-        return self.num_taken - held_by_no_others(own) - self.sliding.held_by(leaving)
+        return self.num_taken - held_by_no_others(own) - self.others.held_by(leaving)
 
     def _own(self, request_id: str) -> list[KVCacheBlock]:
         """Return what a request holds in this manager's group."""

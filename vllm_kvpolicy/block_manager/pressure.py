@@ -125,17 +125,16 @@ class Pressure:
             last: how many of its tokens will be computed.
             in_prompt: it has yet to compute tokens of its prompt.
         """
-        footprint, sizes = state.footprint, self.manager.sliding.sizes
-        beside = sizes.most_blocks(last, 1)
+        footprint, sizes = state.footprint, self.manager.others.sizes
         if not state.plan.is_called:
-            return footprint.peak_blocks(last) + beside
+            return footprint.peak_blocks(last) + sizes.most_blocks(last, 1)
         at = footprint.events.budget, footprint.recent, state.spacing
         share = footprint.window_tokens / state.spacing  # of the time one is open
         held = held_at_floor(*at, footprint.block_size)
         mean = held + share * footprint.window_blocks
         if state.inside is not None and in_prompt:
             mean = max(mean, course_peak(footprint, state.course(), state.inside[1]))
-        return mean + beside
+        return mean + min(sizes.mean_blocks, sizes.most_blocks(last, 1))
 
     def fits(
         self,
@@ -266,7 +265,7 @@ class Pressure:
         when the prompts of those before it have been computed.
         """
         lead, size = self.lead_steps, self.manager.block_size
-        sizes = self.manager.sliding.sizes
+        sizes = self.manager.others.sizes
         coming, tokens = np.zeros(lead + 1, np.int64), 0
         room = self.manager.num_usable - self.unforeseen()
         held = np.zeros(0)  # by those before it, at their floors

@@ -4,7 +4,7 @@ A VllmConfig with a policy names these classes in place of vLLM's.
 """
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -29,21 +29,22 @@ from vllm.v1.request import Request, RequestStatus
 from vllm_kvpolicy.block_manager.counting import CountingMixin
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.manager import own_manager
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks, run_events_first
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan, RequestState
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks, run_events_first
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import request_phase
 from vllm_kvpolicy.observe.metrics import CAUSES, LIVE
 from vllm_kvpolicy.observe.shared_files import own_engine
 from vllm_kvpolicy.observe.snapshots import Snapshots
+from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.sizes import (
     capacity_line,
     check_drafts,
+    other_groups,
     planner_limits,
     query_rows,
     settled,
     sharing_line,
-    sliding_groups,
 )
 
 logger = init_logger("vllm.kv_policy")
@@ -115,17 +116,17 @@ class KVPolicySchedulerMixin(CountingMixin):
         self.kv_policy_config = settled(self.vllm_config, num_blocks)
         policy = self.kv_policy_config.resolved().info
         coordinator = self.kv_cache_manager.coordinator
-        manager, others = own_manager(coordinator.single_type_managers)
-        if others:
+        manager, beside = own_manager(coordinator.single_type_managers)
+        if beside:
             run_events_first(coordinator, manager)
         self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy_config)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
         self._query_rows = query_rows(self.vllm_config)
         self.kv_policy_manager = manager
-        sliding = SlidingBlocks(
-            sliding_groups(self.vllm_config), others, self._num_processed
+        others = OtherBlocks(
+            other_groups(self.vllm_config), beside, self._num_processed
         )
-        manager.attach(self.kv_policy_planner, sliding, policy.placement)
+        manager.attach(self.kv_policy_planner, others, policy.placement)
         manager.offers[0].count_past_events(self.kv_cache_manager)
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
@@ -275,10 +276,10 @@ class KVPolicySchedulerMixin(CountingMixin):
     ) -> tuple[Any, ...]:
         """Return a hit cut at what a request may take.
 
-        Where it is cut, layers with a sliding window have to have the window before it
-        in the cache. Where they do not, the hit ends with the last window that they
-        have, and the request computes and caches the one that it misses: vLLM's
-        `shared_prefix_boundary` names its end.
+        Where it is cut, layers with a sliding window or a state have to have the window
+        or the state there in the cache. Where they do not, the hit ends with the last
+        that they have, and the request computes and caches the one that it misses:
+        vLLM's `shared_prefix_boundary` names its end.
 
         Args:
             blocks: found in the cache, by group.
@@ -286,7 +287,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         """
         usable, cache = state.usable_hit(num_cached), self.kv_cache_manager
         most = state.usable_hit(max(junction, num_cached))
-        if usable < num_cached and self.kv_policy_manager.sliding.managers:
+        if usable < num_cached and self.kv_policy_manager.others.managers:
             hit, usable, _ = cache.coordinator.find_longest_cache_hit(
                 request.block_hashes, usable
             )
@@ -294,6 +295,28 @@ class KVPolicySchedulerMixin(CountingMixin):
         elif usable < num_cached:
             blocks = cache.truncate_computed_blocks(blocks, usable)
         return (blocks, usable, most if most > usable else 0, *rest)
+
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *cached: int
+    ) -> int:
+        """End a chunk of a prompt where its states can be found again.
+
+        vLLM saves the states at the end of a chunk, and ends one where the same prompt,
+        sent again, would go on. A policy lets it go on earlier (`usable_hit`).
+
+        Args:
+            cached: tokens that caches give it, of a request that has just started.
+        """
+        count = super()._mamba_block_aligned_split(request, num_new_tokens, *cached)
+        state = self.kv_policy_planner.states.get(request.request_id)
+        if state is None:
+            return count
+        size, last = self.kv_policy_limits.block_size, request.num_prompt_tokens - 1
+        resumed = state.usable_hit(last) // size
+        if resumed == last // size:  # where vLLM has it go on, too
+            return count
+        before = resumed * size - request.num_computed_tokens - sum(cached)
+        return min(count, before) if before > 0 else count
 
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
@@ -373,6 +396,9 @@ class KVPolicySchedulerMixin(CountingMixin):
             exempt = frozenset(self._sees_all & scheduled)
             commands = replace(commands, exempt=exempt)
         scheduler_output.kv_policy_commands = commands
+        scheduler_output.new_block_ids_to_zero = _unwritten(
+            scheduler_output.new_block_ids_to_zero, commands.events
+        )
         if self.perf_metrics is not None:
             names = scheduler_output.scheduled_cached_reqs.req_ids
             dropped = self.kv_policy_planner.dropped_tokens(names)
@@ -480,6 +506,20 @@ class KVPolicySchedulerMixin(CountingMixin):
         super().shutdown()
         if self.kv_policy_snapshots is not None:
             self.kv_policy_snapshots.ring.remove()
+
+
+def _unwritten(
+    new_blocks: list[int] | None, events: Sequence[CompactEvent]
+) -> list[int] | None:
+    """Return which new superblocks a worker may set to zeros in its forward pass.
+
+    Events run before that. One may have put survivors where a request had a new
+    superblock earlier in this step, until vLLM preempted it.
+    """
+    if not (new_blocks and events):
+        return new_blocks
+    written = {block for event in events for block in event.dest_blocks}
+    return [block for block in new_blocks if block not in written] or None
 
 
 class KVPolicyScheduler(KVPolicySchedulerMixin, Scheduler):

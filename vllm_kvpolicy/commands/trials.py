@@ -16,18 +16,21 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
+    Lfm2Config,
     Qwen3Config,
 )
 
 WINDOW = 48
 KINDS = "sliding_attention", "full_attention"
 NUM_TOKENS = 99  # in the vocabulary
+# Of queries and keys.
+NORMS = tuple(f"{each}_{end}.weight" for each in "qk" for end in ("norm", "layernorm"))
 UNIT_TOKENS = 24  # that prompts repeat, so that n-grams find drafts
 
 
 def make_qwen3(path: Path | str, seed: int = 3) -> Path:
     """Write a model of 2 layers of full attention, float32; return its folder."""
-    return _write(path, Qwen3Config(num_hidden_layers=2, **_sizes()), seed, norms=1.5)
+    return write(path, Qwen3Config(num_hidden_layers=2, **sizes()), seed, norms=1.5)
 
 
 def make_gemma3(
@@ -47,9 +50,9 @@ def make_gemma3(
         query_pre_attn_scalar=32,
         sliding_window=WINDOW,
         layer_types=[KINDS[kind] for kind in pattern],
-        **_sizes(num_key_value_heads=num_kv_heads),
+        **sizes(num_key_value_heads=num_kv_heads),
     )
-    return _write(path, config, seed, norms=0.7)  # Gemma adds one
+    return write(path, config, seed, norms=0.7)  # Gemma adds one
 
 
 def make_gpt_oss(path: Path | str, seed: int = 3) -> Path:
@@ -72,12 +75,31 @@ def make_gpt_oss(path: Path | str, seed: int = 3) -> Path:
             "truncate": False,
             "original_max_position_embeddings": 128,
         },
-        **_sizes(intermediate_size=64),
+        **sizes(intermediate_size=64),
     )
-    return _write(path, config, seed, norms=None, sharp=1.5)
+    return write(path, config, seed, norms=None, sharp=1.5)
 
 
-def _sizes(**changes: Any) -> dict[str, Any]:
+def make_lfm2(path: Path | str, seed: int = 3) -> Path:
+    """Write an LFM2 of short convolutions and attention, float32; return its folder.
+
+    Two layers of full attention and four with a state: three groups of two layers.
+    """
+    config = Lfm2Config(
+        num_hidden_layers=6,
+        layer_types=["conv", "conv", "full_attention"] * 2,
+        **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), 128),
+        block_ff_dim=128,
+        block_auto_adjust_ff_dim=False,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        # vLLM ties them whatever the configuration says.
+        **sizes(hidden_size=128, tie_word_embeddings=True),
+    )
+    return write(path, config, seed, norms=1.5)
+
+
+def sizes(**changes: Any) -> dict[str, Any]:
+    """Return what the configurations of all made models have in common."""
     return {
         "vocab_size": NUM_TOKENS,
         "hidden_size": 64,
@@ -94,7 +116,7 @@ def _sizes(**changes: Any) -> dict[str, Any]:
     }
 
 
-def _write(
+def write(
     path: Path | str, config: Any, seed: int, norms: float | None, sharp: float = 1.0
 ) -> Path:
     """Write a model of random weights.
@@ -109,7 +131,7 @@ def _write(
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             size = config.hidden_size**-0.5
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
+            if name.endswith(NORMS):
                 weight.fill_(norms)
             elif name.endswith("sinks"):
                 weight.copy_(5 + 1.5 * noise)
@@ -117,7 +139,9 @@ def _write(
                 weight.copy_(0.1 * noise)
             elif "norm" not in name:
                 size = size if norms is None else weight.shape[-1] ** -0.5
-                size *= 0.3 if "embed" in name else 2.0 if "lm_head" in name else 1.0
+                embedded = 1.0 if config.tie_word_embeddings else 0.3
+                size *= embedded if "embed" in name else 1.0
+                size *= 2.0 if "lm_head" in name else 1.0
                 size *= sharp if "q_proj" in name or "k_proj" in name else 1.0
                 weight.copy_(size * noise)
     model.save_pretrained(path)
@@ -182,6 +206,11 @@ TRIALS = {
     ),
     "windows": Trial(make_gemma3, kinds=WITH_STOCK),
     "sinks": Trial(make_gpt_oss, kinds=WITH_STOCK),
+    # vLLM's kernel for CPUs rotates queries of this shape by wrong positions.
+    "states": Trial(
+        make_lfm2,
+        settings={"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+    ),
     "ngram": _drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
     "suffix": _drafting("suffix"),
     "flashinfer": Trial(

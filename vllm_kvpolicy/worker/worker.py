@@ -11,20 +11,24 @@ from torch import nn
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.sizes import SlidingGroups, max_blocks_per_request, sliding_groups
+from vllm_kvpolicy.sizes import OtherGroups, max_blocks_per_request, other_groups
 from vllm_kvpolicy.worker.layers import has_sinks
 from vllm_kvpolicy.worker.setup import prepare, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 
 logger = init_logger("vllm.kv_policy")
-SLIDING = (SlidingWindowSpec,)  # specs that stay vLLM's
+OTHERS = (SlidingWindowSpec, MambaSpec)  # specs that stay vLLM's
 
 
 class KVPolicyWorkerMixin:
@@ -59,7 +63,7 @@ class KVPolicyWorkerMixin:
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return the model's specs with the compressed footprint."""
         specs = super().get_kv_cache_spec()
-        check_groups(specs, sliding_groups(self.vllm_config))
+        check_groups(specs, other_groups(self.vllm_config))
         return {name: _bounded(spec) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
@@ -73,7 +77,7 @@ class KVPolicyWorkerMixin:
         available = super().determine_available_memory()
         specs = list(self.get_kv_cache_spec().values())
         own = next(spec for spec in specs if isinstance(spec, KVPolicySpec))
-        groups = sliding_groups(self.vllm_config)
+        groups = other_groups(self.vllm_config)
         num_layers = groups.layers_per_group if groups.count else len(specs)
         superblock = num_layers * own.page_size_bytes
         # Otherwise vLLM has already measured it as memory in use on the device.
@@ -260,7 +264,7 @@ def is_sliding(layer: Any) -> bool:
     return getattr(layer, "sliding_window", None) is not None and not shares
 
 
-def check_groups(specs: Mapping[str, Any], groups: SlidingGroups) -> None:
+def check_groups(specs: Mapping[str, Any], groups: OtherGroups) -> None:
     """Refuse layers of kinds and numbers that were not expected.
 
     Raises:
@@ -268,27 +272,30 @@ def check_groups(specs: Mapping[str, Any], groups: SlidingGroups) -> None:
             configuration names.
     """
     kinds = {type(spec) for spec in specs.values()}
-    odd = sorted(kind.__name__ for kind in kinds - {FullAttentionSpec, *SLIDING})
+    odd = sorted(kind.__name__ for kind in kinds - {FullAttentionSpec, *OTHERS})
     if odd:
         raise ValueError(
-            "--kv-policy needs layers of full attention or with a sliding window; this "
-            f"model has {', '.join(odd)}"
+            "--kv-policy needs layers of full attention, with a sliding window or with "
+            f"a state; this model has {', '.join(odd)}"
         )
-    windows = [spec.sliding_window for spec in specs.values() if type(spec) in SLIDING]
-    sizes = {(spec.block_size, spec.page_size_bytes) for spec in specs.values()}
-    expected = [groups.window] * groups.num_sliding
-    if windows != expected or (windows and len(sizes) > 1):
+    others = [spec for spec in specs.values() if type(spec) in OTHERS]
+    # A state is a window of two tokens, see `OtherGroups`.
+    windows = [getattr(spec, "sliding_window", 2) for spec in others]
+    sizes = {spec.page_size_bytes for spec in specs.values()}
+    expected = [groups.window] * groups.num_others
+    if windows != expected or len(set(others)) > 1 or (windows and len(sizes) > 1):
         raise ValueError(
             f"--kv-policy: vLLM made {len(windows)} layers with windows of "
-            f"{sorted(set(windows))} tokens and pages of {len(sizes)} sizes, expected "
-            f"{groups.num_sliding} with a window of {groups.window}, and one size: "
-            "serve a model whose layers differ in their windows alone"
+            f"{sorted(set(windows))} tokens, of {len(set(others))} kinds, and pages of "
+            f"{len(sizes)} sizes, expected {groups.num_others} with a window of "
+            f"{groups.window} (2 for a state), and one size: serve a model whose "
+            "layers differ in their windows alone"
         )
 
 
 def _bounded(spec: Any) -> Any:
-    """Return the spec with the compressed footprint; windows stay what they are."""
-    if type(spec) in SLIDING:
+    """Return the spec with the compressed footprint; of other layers, what it is."""
+    if type(spec) in OTHERS:
         return spec
     known = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return KVPolicySpec(**known)

@@ -31,7 +31,7 @@ from support.engine.simulator_engine import Scenario, make_scheduler
 from support.engine.simulator_forecast import ForecastCheck
 from support.engine.simulator_pages import Asked, check
 from support.engine.simulator_tables import RaggedCheck, TableCheck
-from support.engine.simulator_windows import WindowCheck
+from support.engine.simulator_windows import StateCheck, WindowCheck
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.api.request_guards import check_params
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -104,7 +104,8 @@ class Simulation:
             group_size=self.group_size,
             rng=np.random.default_rng(scenario.seed),
         )
-        self.windows = WindowCheck(self.scheduler, scenario, self.worker)
+        kind = StateCheck if scenario.states else WindowCheck
+        self.windows = kind(self.scheduler, scenario, self.worker)
         sizes = (
             scenario.max_num_seqs,
             max_global_blocks(self.scheduler.vllm_config, self.policy),
@@ -230,7 +231,7 @@ class Simulation:
         """Return `extra_args`: mostly none, else smaller numbers or no policy."""
         rng, policy = self.rng, self.policy
         draw = rng.random()
-        beside = self.scheduler.kv_policy_manager.sliding.sizes.most_blocks(num_tokens)
+        beside = self.scheduler.kv_policy_manager.others.sizes.most_blocks(num_tokens)
         usable = self.pool.num_gpu_blocks - 1 - beside
         fits = num_tokens <= usable * self.scenario.block_size
         if draw < 0.1 and fits:

@@ -35,6 +35,9 @@ class CacheCheck:
         self.num_drafts = scenario.drafts
         # Superblocks that a window reaches back, and groups that have one.
         self.reach = -(-(scenario.window_tokens - 1) // scenario.block_size)
+        self.states = scenario.states
+        if self.states:  # one that ends there
+            self.reach = 1
         self.windows = range(1, 1 + scenario.windows)
         self.hasher = get_request_block_hasher(scenario.block_size, sha256)
         self._earlier: list[tuple[list[int], str | None]] = []
@@ -104,8 +107,13 @@ class CacheCheck:
                 block = self.pool.blocks[block_id]
                 is_own = block.ref_cnt == 1 and block.block_hash is None
                 check(is_own, event.request_id, "moves into a shared block", block)
-        for manager in managers_of(scheduler):
-            self._check_written(output, scheduler, manager.req_to_blocks, before)
+        own, *others = managers_of(scheduler)
+        self._check_written(output, scheduler, own.req_to_blocks, before)
+        for manager in others:
+            lists = manager.req_to_blocks
+            if self.states:  # of whose superblocks the last one is written
+                lists = {name: blocks[-1:] for name, blocks in lists.items()}
+            self._check_written(output, scheduler, lists, before)
         return self.cached_ids()
 
     def _check_written(
@@ -114,6 +122,7 @@ class CacheCheck:
         for request_id, count in output.num_scheduled_tokens.items():
             end = scheduler.requests[request_id].num_computed_tokens
             blocks, first = lists[request_id], (end - count) // self.block_size
+            first = min(first, len(blocks) - 1)
             for block in blocks[first : -(-end // self.block_size)]:
                 known, holders = before.get(block.block_id, (None, ()))
                 # Others may have let it go in this very step.
@@ -207,6 +216,8 @@ class CacheCheck:
             is_whole = last is None or end <= last
             check(is_whole, request_id, "caches past its event", end, last)
             codes = asked.codes[end - size : end]
+            if self.states and get_group_id(block.block_hash):
+                codes = codes[-1:]
             self._expected[block.block_id] = block.block_hash, codes
 
     def compare(self, tokens: np.ndarray) -> int:
@@ -223,6 +234,7 @@ class CacheCheck:
             known, codes = self._expected.get(block.block_id, (None, None))
             check(known == block.block_hash, "cached unseen", block)
             held = tokens[slots_of(own_pages([block.block_id]), self.block_size)]
+            held = held[:, : len(codes)]
             is_right = np.array_equal(held, np.tile(codes, (NUM_HEADS, 1)))
             check(is_right, "cached block", block.block_id, "holds", held, codes)
         return found

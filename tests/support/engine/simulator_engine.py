@@ -9,6 +9,7 @@ import itertools
 import os
 import random
 from dataclasses import dataclass
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 
@@ -36,7 +38,7 @@ from vllm_kvpolicy.block_manager.scheduler import (
 )
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import ALWAYS
-from vllm_kvpolicy.sizes import max_blocks_per_request, sliding_groups
+from vllm_kvpolicy.sizes import max_blocks_per_request, other_groups
 
 _instances = itertools.count()
 
@@ -62,6 +64,7 @@ class Scenario:
             vLLM's `prefill_schedule_interval`.
         drafts: speculated tokens that a step computes at most for a request.
         windows: groups of layers with a sliding window, beside full attention.
+        states: these groups are of layers with a state instead.
         window_tokens: that these attend to.
         retention: vLLM's `prefix_cache_retention_interval`.
         estimates: vLLM estimates the work of steps (`--enable-mfu-metrics`).
@@ -88,6 +91,7 @@ class Scenario:
     defers: float = 0.0
     drafts: int = 0
     windows: int = 0
+    states: bool = False
     window_tokens: int = 40
     retention: int | None = 0
     estimates: bool = False
@@ -216,7 +220,10 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     config.instance_id = f"simulation-{os.getpid()}-{next(_instances)}"
     policy = KVPolicyConfig.from_dict(scenario.policy)
     policy.validate_block_size(scenario.block_size)
-    kinds = ["full_attention", *["sliding_attention"] * scenario.windows]
+    kind = "linear_attention" if scenario.states else "sliding_attention"
+    kinds = ["full_attention", *[kind] * scenario.windows]
+    if scenario.states and scenario.caching:
+        config.cache_config.mamba_cache_mode = "align"
     text = copy.copy(model.hf_text_config)
     text.layer_types, text.sliding_window = kinds, scenario.window_tokens
     config.model_config.hf_text_config = text
@@ -225,8 +232,15 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
     sizes = {"num_kv_heads": 2, "head_size": 32, "dtype": torch.float32}
     sizes |= {"block_size": scenario.block_size}
     spec = KVPolicySpec(**sizes)
-    window = SlidingWindowSpec(**sizes, sliding_window=scenario.window_tokens)
-    limit += sliding_groups(config).most_blocks(scenario.longest)
+    window: Any = SlidingWindowSpec(**sizes, sliding_window=scenario.window_tokens)
+    if scenario.states:
+        window = MambaSpec(
+            block_size=scenario.block_size if scenario.caching else scenario.longest,
+            shapes=((spec.page_size_bytes,),),
+            dtypes=(torch.uint8,),
+            mamba_cache_mode=config.cache_config.mamba_cache_mode,
+        )
+    limit += other_groups(config).most_blocks(scenario.longest)
     usable = scenario.pool or int(limit * (1 + scenario.spare))
     config.cache_config.num_gpu_blocks = usable + 1
     cls = KVPolicyAsyncScheduler if scenario.depth > 1 else KVPolicyScheduler
@@ -245,7 +259,8 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
             prefix_cache_retention_interval=scenario.retention,
         ),
         structured_output_manager=ACCEPTS_EVERYTHING,
-        block_size=scenario.block_size,
+        block_size=lcm(scenario.block_size, window.block_size),
+        hash_block_size=scenario.block_size,
         log_stats=scenario.estimates,
     )
     return scheduler

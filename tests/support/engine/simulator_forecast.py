@@ -100,7 +100,7 @@ class ForecastCheck:
             state = admission.planner.states[name]
             last = request.num_prompt_tokens + request.max_tokens - 1
             whole = -(-last // state.footprint.block_size)
-            whole += manager.sliding.sizes.most_blocks(last)
+            whole += manager.others.sizes.most_blocks(last)
             together += min(admission.pressure.floor(state, last), whole)
         usable = manager.num_usable
         check(together > usable, names, "fit:", together, "of", usable)

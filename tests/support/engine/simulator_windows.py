@@ -1,9 +1,10 @@
-"""Layers with a sliding window in the simulation: what they hold and what they read.
+"""Layers with a window or a state in the simulation: what they hold and what they read.
 
-Their keys and values depend on all tokens before and, behind a request's first event,
-on what its layers of full attention have kept, which no other request shares.
+Their keys and values, or states, depend on all tokens before and, behind a request's
+first event, on what its layers of full attention have kept, which no other shares.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from support.engine.simulator_cache import managers_of
 from support.engine.simulator_engine import Scenario
 from support.engine.simulator_pages import STRIDE, Incarnation, check, own_pages
 from support.engine.simulator_worker import StorageWorker
+
+Span = tuple[str, Incarnation, int, int]  # of a request: positions of a step
 
 
 class WindowCheck:
@@ -47,6 +50,9 @@ class WindowCheck:
         for name, count in output.num_scheduled_tokens.items():
             state = self.worker.live[name]
             spans.append((name, state, state.computed - count, state.computed))
+        self._run(spans)
+
+    def _run(self, spans: Sequence[Span]) -> None:
         for name, state, start, end in spans:
             for slots in self._slots(name, start, end):
                 self.worker.tokens[slots] = self._codes(state, start, end)
@@ -85,3 +91,37 @@ class WindowCheck:
         if state.asked.is_called:
             first_event = state.positions[0] if state.positions else end
         return np.where(position < first_event, state.codes(position), own)
+
+
+class StateCheck(WindowCheck):
+    """The groups of layers with a state: the first place of a page holds one.
+
+    It stands for all tokens before, as the code of the last one does. A step reads the
+    state of its first token's predecessor and leaves that of its last token.
+    """
+
+    def _run(self, spans: Sequence[Span]) -> None:
+        read, left = [], []
+        for name, state, start, end in spans:
+            for group in range(len(self.managers)):
+                if start:
+                    read.append((self._slots_at(name, group, start), state, start))
+                left.append((self._slots_at(name, group, end), state, end))
+        overwritten = {int(slots[0]) for slots, *_ in left}
+        self._check(read)
+        for slots, state, end in left:
+            self.worker.tokens[slots] = self._codes(state, end - 1, end)
+        self._check([each for each in read if int(each[0][0]) not in overwritten])
+        self._check(left)
+
+    def _slots_at(self, name: str, group: int, end: int) -> np.ndarray:
+        """Return the places of the state behind `end` tokens."""
+        size = self.managers[group].block_size
+        block = self._rows[name][group][(end - 1) // size]
+        check(block, name, "has no state behind", end)
+        return own_pages([block])[:, 0] * self.size
+
+    def _check(self, states: Sequence[tuple[np.ndarray, Incarnation, int]]) -> None:
+        for slots, state, end in states:
+            is_right = self.worker.tokens[slots] == self._codes(state, end - 1, end)
+            check(is_right.all(), "state of strangers", slots, end)

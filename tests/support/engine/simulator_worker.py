@@ -86,6 +86,8 @@ class StorageWorker:
             self._keep(cached, commands.events[number:])
             answers += self._run_event(event)
         self._update_rows(output, asked)
+        zeroed = own_pages(output.new_block_ids_to_zero or [])
+        self.tokens[slots_of(zeroed.flatten(), self.block_size)] = EMPTY
         scheduled = output.num_scheduled_tokens
         for request_id, count in scheduled.items():
             drafts = output.scheduled_spec_decode_tokens.get(request_id, ())

@@ -20,8 +20,8 @@ from support.worker.chain_oracle import Chosen, Rules, is_ascending, survivors
 from support.worker.chain_policy import MARK, Seen, mark
 from support.worker.tiers import make_tier
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager, KVPolicySpec
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.block_manager.sliding import SlidingBlocks
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.policies.compose import POSITIONS
 from vllm_kvpolicy.protocol import CompactEvent, StepCommands, UsedBlocks
@@ -150,7 +150,7 @@ class Chain:
             kv_cache_group_id=0,
             scheduler_block_size=SIZE,
         )
-        self.manager.attach(self.planner, SlidingBlocks(), setup.place)
+        self.manager.attach(self.planner, OtherBlocks(), setup.place)
         self.caches = list(self._caches())
         self.pool = PagePool(self.caches, setup.columns)
         assert self.pool.spans_layers == setup.one_allocation

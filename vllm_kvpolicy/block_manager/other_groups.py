@@ -1,4 +1,4 @@
-"""Superblocks that layers with a sliding window hold, in groups that vLLM manages."""
+"""Superblocks of layers with a sliding window or a state, in groups of vLLM's."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,20 +7,21 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
-from vllm_kvpolicy.sizes import SlidingGroups
+from vllm_kvpolicy.sizes import OtherGroups
 
 
 @dataclass(frozen=True)
-class SlidingBlocks:
+class OtherBlocks:
     """What requests hold beside the superblocks of a policy.
 
     Args:
         managers: of vLLM, one for each group.
         num_processed: returns how many tokens of a request have been computed in steps
-            that have ended; what lies behind their window comes back.
+            that have ended; what lies behind their window comes back. A state counts
+            as a window of two tokens.
     """
 
-    sizes: SlidingGroups = SlidingGroups(0, 0, 0, 1, 1, 0)  # none
+    sizes: OtherGroups = OtherGroups(0, 0, 0, 1, 1, 0)  # none
     managers: Sequence[Any] = ()
     num_processed: Callable[[str], int] = lambda request_id: 0
 
@@ -28,10 +29,13 @@ class SlidingBlocks:
         """Yield a request's superblocks, newest first, and their places in its rows."""
         for manager in self.managers:
             row = manager.req_to_blocks.get(request_id, ())
-            for index in reversed(range(len(row))):
-                if row[index].is_null:  # so are all older ones
+            # Of states, older ones than these are null.
+            gone = getattr(manager, "_num_retired_blocks", {}).get(request_id, 0)
+            for index in reversed(range(gone, len(row))):
+                if not row[index].is_null:
+                    yield index, row[index]
+                elif self.sizes.most_each is None:  # so are all older ones
                     break
-                yield index, row[index]
 
     def held(self, request_id: str) -> int:
         """Return the superblocks that a request holds."""
@@ -49,8 +53,8 @@ class SlidingBlocks:
     def needed(self, request_id: str, computed: int, num_tokens: int, step: int) -> int:
         """Return what a request takes more to get to `num_tokens`; negative for less.
 
-        What the windows leave behind on the way comes back, but for superblocks that
-        others hold, too. In the first step that is what lies behind the window of what
+        What windows leave behind on the way comes back, but for superblocks that others
+        hold, too. In the first step that is what lies behind the window of what
         has really been computed: a longer step may still be under way.
 
         Args:
@@ -58,6 +62,8 @@ class SlidingBlocks:
         """
         if not self.managers:
             return 0
+        if self.sizes.most_each == 1:  # which comes back when the request ends
+            return self._taken(request_id, num_tokens)
         newest = list(self._newest(request_id))
         end = min(computed + step, num_tokens)
         left = self.sizes.first_block(self.num_processed(request_id), 0)
@@ -73,10 +79,19 @@ class SlidingBlocks:
         return max(first_step, wanted + staying - len(newest))
 
     def _taken(self, request_id: str, num_tokens: int) -> int:
-        """Return what a request's rows grow by to have room for `num_tokens`."""
-        num_blocks = -(-num_tokens // self.sizes.block_size)
-        rows = (each.req_to_blocks.get(request_id, ()) for each in self.managers)
-        return sum(max(num_blocks - len(row), 0) for row in rows)
+        """Return what a request's rows take in a step that gets to `num_tokens`.
+
+        One superblock more of a state, and two where vLLM saves one on the way; those
+        that it skips are none.
+        """
+        taken = 0
+        for manager in self.managers:
+            row = manager.req_to_blocks.get(request_id, ())
+            more = max(-(-num_tokens // manager.block_size) - len(row), 0)
+            if self.sizes.most_each is not None:
+                more = min(more, 1 + manager.has_prefill_checkpoint_blocks)
+            taken += more
+        return taken
 
 
 def held_by_no_others(blocks: Iterable[Any]) -> int:
