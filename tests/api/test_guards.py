@@ -26,7 +26,7 @@ def policy(name, **values):
     return {"additional_config": {"kv_policy": {"policy": name, **values}}}
 
 
-RAGGED_FLASHINFER = named("FlashInfer")
+RAGGED_FLASHINFER = named("FlashInfer with per")
 FUSED = named("attention fused")
 LORA = named("LoRA adapters with a p")
 MULTIMODAL = named("multimodal")
@@ -36,6 +36,8 @@ SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
 OTHER_DRAFTS = named("MTP")
 OTHER_KINDS = named("layers other than")
 UNNAMED_STATES = named("a state beside sliding windows")
+STATES_ALONE = named("or no full attention")
+UNROTATED = named("without rotary positions")
 MEASURED_DRAFTS = named("measures each token")
 NGRAM = SimpleNamespace(method="ngram")
 OTHER_FITTED = named("sliding window or a state, with a policy")
@@ -43,7 +45,7 @@ OTHER_DRAFTED = named("speculative decoding with layers")
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
 WINDOW = {"model_config.hf_text_config.sliding_window": 48}
 FOPE, SPLIT = named("Fourier"), named("heads with a rotated")
-TRANSFORMERS = named("the Transformers backend")
+TRANSFORMERS = named("the Transformers backend where")
 EXPECTED = policy("ams-expected")
 ROPE_PARAMETERS = "model_config.hf_text_config.rope_parameters"
 SINK_WEIGHING = named(r"learned sinks \(g")
@@ -78,6 +80,7 @@ def layers(*kinds):
 MIXED = layers(SLIDING, FULL)
 CHUNKED = ["chunked_attention", FULL]
 STATES = {LAYER_TYPES: ["linear_attention", FULL]}
+HYBRID = STATES | {"model_config.is_hybrid": True}
 EVENTS = SimpleNamespace(enable_kv_cache_events=True)
 FLEX = SimpleNamespace(name="FLEX_ATTENTION")
 FLASH, TRITON = (SimpleNamespace(name=f"{name}_ATTN") for name in ("FLASH", "TRITON"))
@@ -144,8 +147,13 @@ TRIGGERS = {
     "FP8 KV caches with learned sinks": GPT_OSS | FP8,
     OTHER_KINDS: {LAYER_TYPES: CHUNKED},
     UNNAMED_STATES: model(is_hybrid=True),
+    STATES_ALONE: STATES,
+    "FlashInfer with layers that have a state": (
+        HYBRID | attention(backend=SimpleNamespace(name="FLASHINFER"))
+    ),
+    UNROTATED: EXPECTED | text(model_type="nemotron_h"),
     "keys of the prefix cache for less than a superblock": (
-        STATES | cache(prefix_match_unit=16)
+        HYBRID | cache(prefix_match_unit=16)
     ),
     OWN: model(architectures=["InklingForCausalLM"]),
     UNLIKE: text(per_layer_attributes={"head_dim"}),

@@ -89,6 +89,21 @@ def test_windows_that_vllm_did_not_make_are_refused(num_made: int) -> None:
         check_groups(specs | made, groups(2, 5))
 
 
+def test_a_state_that_is_kept_is_never_back() -> None:
+    """Without saved states a group holds one superblock, of however many tokens."""
+    block = SimpleNamespace(is_null=False, ref_cnt=1, block_id=7)
+    manager = SimpleNamespace(
+        req_to_blocks={"a": [block]},
+        block_size=4096,
+        has_prefill_checkpoint_blocks=False,
+    )
+    sizes = groups(2, 4, window=2, most_each=1)
+    beside = OtherBlocks(sizes, [manager] * 2, lambda request_id: 500)
+    assert beside.held("a") == sizes.most_blocks(600) == 2
+    assert beside.needed("a", 500, 501, 1) == beside.needed("a", 500, 900, 8) == 0
+    assert beside.needed("b", 0, 40, 40) == 2
+
+
 NUM_WINDOWS, LENGTH = 5, 192
 
 

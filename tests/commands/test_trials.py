@@ -59,6 +59,13 @@ USES: dict[str, dict[str, Any]] = {
         "cache_config": SimpleNamespace(cache_dtype="fp8_e4m3", sliding_window=None)
     },
     "windows": {"model_config": mixed()},
+    "states": {
+        "model_config": SimpleNamespace(
+            hf_text_config=SimpleNamespace(
+                layer_types=["conv", "full_attention"], model_type="lfm2"
+            )
+        )
+    },
     "sinks": {
         "model_config": SimpleNamespace(
             hf_text_config=SimpleNamespace(layer_types=None, model_type="gpt_oss")

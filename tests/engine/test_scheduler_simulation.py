@@ -373,6 +373,34 @@ def test_hits_that_are_cut_find_their_windows(model_config: ModelConfig):
     assert totals["hits"] >= 10 and totals["events"] >= 30, totals
 
 
+# A request that has just got a superblock is preempted for one whose event takes that.
+PREEMPTING = replace(
+    AGING,
+    policy=AGING.policy | {"policy": "identity", "recent": 20},
+    spare=0.5,
+    longest=500,
+    arrivals=0.5,
+    stops=0.01,
+    resets=0.0,
+    drafts=0,
+    windows=1,
+    states=True,
+    retention=None,
+    foresees=False,
+)
+
+
+@pytest.mark.parametrize(("seed", "budget"), [(14, 164), (32, 132), (50, 100)])
+def test_a_new_superblock_is_zeroed_before_survivors_move_there(
+    seed: int, budget: int, model_config: ModelConfig
+):
+    """Layers with a state have new superblocks set to zeros, after a step's events."""
+    policy = PREEMPTING.policy | {"budget": budget}
+    scenario = replace(PREEMPTING, policy=policy, seed=seed)
+    totals = Simulation(scenario, model_config).run(600)
+    assert totals["preemptions"] > 20, totals
+
+
 # Two requests hold the pool when an event is due that drops less than a superblock.
 FULL = replace(
     AGING,

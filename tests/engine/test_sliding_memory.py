@@ -1,23 +1,30 @@
-"""Memory of models with windows: full attention is bounded, windows are counted."""
+"""Memory of models with windows or states: what is not bounded is counted."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from support import made_hybrids
 from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
 from support.made_sliding import NUM_GROUPS
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
-GROUPS = {"gemma3": NUM_GROUPS, "gpt_oss": 1}
+GROUPS = {"gemma3": NUM_GROUPS, "gpt_oss": 1, "lfm2": 2}
+SETTINGS = {
+    "lfm2": made_hybrids.SETTINGS["lfm2"],
+    # Groups of states save those that others may go on from.
+    "lfm2, prefixes": made_hybrids.SETTINGS["lfm2"] | {"enable_prefix_caching": True},
+}
 
 
-@pytest.fixture(scope="module", params=GROUPS)
+@pytest.fixture(scope="module", params=[*GROUPS, "lfm2, prefixes"])
 def engine(request) -> Iterator[Engine]:
-    model = request.getfixturevalue(request.param)
-    with Engine(model, VALUES, max_num_batched_tokens=96) as engine:
-        sliding = engine.scheduler.kv_policy_manager.others
-        assert len(sliding.managers) == GROUPS[request.param]
+    kind = request.param.partition(",")[0]
+    model, changes = request.getfixturevalue(kind), SETTINGS.get(request.param, {})
+    with Engine(model, VALUES, max_num_batched_tokens=96, **changes) as engine:
+        others = engine.scheduler.kv_policy_manager.others
+        assert len(others.managers) == GROUPS[kind]
         yield engine
 
 

@@ -52,6 +52,10 @@ _ENGINE = (
             "_free_request": ANY,
             "_get_local_prefix_cache_hit": "self request",
             "_handle_blocked_waiting_request": "self request",
+            "_mamba_block_aligned_split": (
+                "self request num_new_tokens num_new_local_computed_tokens "
+                "num_external_computed_tokens"
+            ),
             "_preempt_request": ANY,
             "_reserve_prefill_lookahead": (
                 "self request num_computed_tokens num_new_tokens"
@@ -352,7 +356,11 @@ _API = (
         ),
     ),
     Owner("vllm.config.utils:SupportsHash", read="compute_hash"),
-    Owner("vllm.platforms.interface:Platform", read="_enum"),
+    Owner("vllm.platforms.interface:Platform", read="_enum _align_hybrid_block_size"),
+    Owner(
+        "vllm.v1.core.single_type_kv_cache_manager:MambaManager",
+        read="_num_retired_blocks has_prefill_checkpoint_blocks",
+    ),
     Owner("vllm.v1.metrics.prometheus", read="get_prometheus_registry"),
     Owner("vllm.entrypoints.serve.instrumentator.metrics", read="PrometheusResponse"),
 )

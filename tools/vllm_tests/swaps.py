@@ -26,12 +26,12 @@ from vllm_kvpolicy.block_manager.manager import (
     KVPolicySpec,
     own_manager,
 )
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks
 from vllm_kvpolicy.block_manager.planner import Planner
 from vllm_kvpolicy.block_manager.scheduler import (
     KVPolicyAsyncScheduler,
     KVPolicyScheduler,
 )
-from vllm_kvpolicy.block_manager.other_groups import OtherBlocks
 from vllm_kvpolicy.config import CONFIG_KEY
 from vllm_kvpolicy.sizes import PlannerLimits
 
