@@ -42,6 +42,7 @@ FP8_ADMISSIONS = "tests/engine/test_float8.py"
 CACHE = "tests/engine/test_prefix_caching.py"
 TEXT = "tests/engine/test_text_only.py"
 DRAFTS = "tests/engine/test_speculation.py"
+STATES = "tests/engine/test_identity.py"
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,15 @@ FEATURES = (
         {"model_config.is_multimodal_model": True},
         "language_model_only",
         {EQUAL: TEXT, OWN: TEXT},
+    ),
+    Feature(
+        "layers with a state: Mamba, gated delta nets, short convolutions",
+        {
+            "model_config.is_hybrid": True,
+            "model_config.hf_text_config.layer_types": ["conv", "full_attention"],
+        },
+        "lfm2",
+        {EQUAL: STATES, OWN: STATES},
     ),
 )
 
@@ -254,7 +264,10 @@ def plain_server(policy: dict[str, Any]) -> Any:
             enable_fault_tolerance=False,
         ),
         scheduler_config=SimpleNamespace(
-            scheduler_cls=None, enable_chunked_prefill=True
+            async_scheduling=False,
+            max_num_batched_tokens=2048,
+            scheduler_cls=None,
+            enable_chunked_prefill=True,
         ),
         cache_config=SimpleNamespace(
             block_size=32,
@@ -262,6 +275,8 @@ def plain_server(policy: dict[str, Any]) -> Any:
             kv_sharing_fast_prefill=False,
             cache_dtype="auto",
             kv_offloading_size=None,
+            mamba_cache_mode="none",
+            prefix_match_unit=None,
         ),
         attention_config=SimpleNamespace(
             backend=None,

@@ -38,7 +38,8 @@ OTHER_KINDS = named("layers other than")
 UNNAMED_STATES = named("a state beside sliding windows")
 STATES_ALONE = named("or no full attention")
 UNROTATED = named("without rotary positions")
-MEASURED_DRAFTS = named("measures each token")
+MEASURED_DRAFTS = named("speculative decoding with what measures")
+MEASURED_STATES = named("state with what measures")
 NGRAM = SimpleNamespace(method="ngram")
 OTHER_FITTED = named("sliding window or a state, with a policy")
 OTHER_DRAFTED = named("speculative decoding with layers")
@@ -151,6 +152,7 @@ TRIGGERS = {
     "FlashInfer with layers that have a state": (
         HYBRID | attention(backend=SimpleNamespace(name="FLASHINFER"))
     ),
+    MEASURED_STATES: HYBRID | policy("tova", allow=["ams-epikv"]),
     UNROTATED: EXPECTED | text(model_type="nemotron_h"),
     "keys of the prefix cache for less than a superblock": (
         HYBRID | cache(prefix_match_unit=16)

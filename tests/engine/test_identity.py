@@ -88,6 +88,7 @@ OF_STATES = {
     "lfm2": Case(by_windows, CHUNKS | SETTINGS["lfm2"], 20, "lfm2"),
     "lfm2, preemption": Case(by_windows, SHORT | SETTINGS["lfm2"], 20, "lfm2", True),
 }
+FP8 = {**CHUNKS, **SETTINGS["lfm2"], "kv_cache_dtype": "fp8"}
 # Superblocks of some are larger, so that a state fits, than events were made for.
 LARGE = {"budget": 160, "prefill_interval": 384}
 OF_FAMILIES = {
@@ -108,6 +109,7 @@ MORE = {
 }
 ROOMY = {**STRAIN, "kv_cache_dtype": "fp8", "num_blocks": 60, "foresees": True}
 CASES = {**OF_TINY, **OF_GEMMA, **OF_STATES, **OF_FAMILIES, **OF_BYTES, **MORE}
+CASES |= {"fp8 of lfm2": Case(in_bytes, FP8, 8, "lfm2")}
 CASES |= {"no fp8": Case(in_bytes, STRAIN, 0), "fp8, roomy": Case(in_bytes, ROOMY)}
 
 
@@ -120,6 +122,7 @@ def marked(*values: Any) -> Any:
 RUNS = sweeps.paired(MOVERS, OF_TINY)
 OTHERS = [*sweeps.paired(MOVERS[:2], OF_GEMMA), *(("identity", each) for each in MORE)]
 OTHERS += [*sweeps.paired(MOVERS, OF_STATES), *sweeps.paired(MOVERS, EXACT)]
+OTHERS += [marked("identity ragged", "fp8 of lfm2")]
 OTHERS += [marked(*each) for each in sweeps.paired(("identity", MOVERS[3]), OF_BYTES)]
 Runs = Callable[..., Run]
 HEADS = {"falcon_h1": (3, 2)}  # layers and KV heads, where not two of both

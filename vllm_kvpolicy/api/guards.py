@@ -472,6 +472,12 @@ REFUSALS = (
         "leave out --model-impl, or serve a model with layers of full attention",
     ),
     Refusal(
+        "layers with a state with what measures each token ({measures_tokens})",
+        all_of(has_states, has_word_with("measures_tokens")),
+        "choose another policy: changes of hidden states are read from layers that all "
+        "attend",
+    ),
+    Refusal(
         "FlashInfer with layers that have a state",
         all_of(has_states, lambda config: FLASHINFER in backends(config)),
         "leave out --attention-backend: their superblocks are too large for it",
