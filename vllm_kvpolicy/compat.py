@@ -219,7 +219,9 @@ def align_states(vllm_config: Any) -> None:
 
     if not vllm_config.model_config.is_hybrid:
         return
-    backend = vllm_config.attention_config.backend or AttentionBackendEnum.CPU_ATTN
+    kinds = AttentionBackendEnum
+    default = kinds.CPU_ATTN if platform_name() == "cpu" else kinds.TRITON_ATTN
+    backend = vllm_config.attention_config.backend or default
     fields = "block_size", "mamba_block_size", "mamba_page_size_padded"
 
     def aligned() -> list[int | None]:

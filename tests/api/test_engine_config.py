@@ -1,5 +1,6 @@
 """Files and folders of a configuration are checked where it is made."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,8 @@ import pytest
 from support.calibration_files import make_calibration
 from support.engine_configs import engine_args
 from support.made_gates import make_gates
+from support.made_hybrids import make
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.engine_config import check_files, read_command_line
 from vllm_kvpolicy.config import KVPolicyConfig
 
@@ -162,3 +165,21 @@ def test_names_of_engines_are_made_by_servers_alone(tiny_model, capsys, name):
         assert stopped.value.code == 2
         said = f"error: additional_config: got kv_policy_engine {name!r}, expected it "
         assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_superblocks_have_room_for_a_state(
+    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """N is known before a policy is checked; on a GPU another process finds it."""
+    model = make("granite4", tmp_path)
+    made = engine_args(
+        model, enable_prefix_caching=False, block_size=32
+    ).create_engine_config()
+    assert made.cache_config.block_size == 32
+    monkeypatch.setattr(compat, "platform_name", lambda: platform)
+    compat.align_states(made)
+    cache = made.cache_config
+    # Keys and values of 2 heads of 32 numbers of 4 bytes: a token of a layer.
+    assert cache.block_size * 512 == cache.mamba_page_size_padded
+    assert cache.block_size > 64

@@ -8,7 +8,7 @@ import pytest
 
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.commands import plan
+from vllm_kvpolicy.commands import plan, trials
 from vllm_kvpolicy.commands.plan import Life, most_at_once
 from vllm_kvpolicy.config import KVPolicyConfig
 
@@ -208,11 +208,27 @@ def test_models_that_cannot_be_planned(tiny_model: Path, tmp_path: Path, capsys)
         assert command.main(words(model)) == 2
         assert "cannot read the configuration of '/" in capsys.readouterr().err
     values = json.loads((tiny_model / "config.json").read_text())
-    values |= {"layer_types": ["sliding_attention", "full_attention"]}
+    values |= {"layer_types": ["sliding_attention", "sliding_attention"]}
     values |= {"use_sliding_window": True, "sliding_window": 64}
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert command.main(words(tmp_path)) == 2
-    assert "not all of its layers attend to the whole" in capsys.readouterr().err
+    assert "what its layers hold is not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("make", "beside"), [(trials.make_gemma3, 9), (trials.make_lfm2, 4)]
+)
+def test_layers_that_no_policy_bounds_are_counted(
+    make, beside: int, tmp_path: Path, capsys
+):
+    """Three groups with a window of 48 tokens, two that keep a state or save one."""
+    lines = planned(capsys, make(tmp_path))
+    pool, peak, _, *rest = lines["stock", "", ""]
+    assert (pool, peak) == ("199", str(32 + beside))
+    assert int(rest[2]) == 199 // (32 + beside)
+    _, peak, mean, after, *_, at_once = lines["streaming", "256", "128"]
+    assert (peak, after) == (str(13 + beside), str(9 + beside))
+    assert 8 < float(mean) < 13 + beside and int(at_once) >= 199 // (13 + beside)
 
 
 @pytest.mark.parametrize(

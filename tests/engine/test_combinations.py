@@ -54,6 +54,9 @@ ELSEWHERE = {
     ),
     "LoRA": "needs an adapter: tests/engine/test_lora.py",
     "text of multimodal models": "needs another model: tests/engine/test_text_only.py",
+    "layers with a state: Mamba, gated delta nets, short convolutions": (
+        "needs another model: tests/engine/test_identity.py"
+    ),
 }
 HEADS = Heads(query=8, kv=4)
 LENGTHS = (64, 150, 280)

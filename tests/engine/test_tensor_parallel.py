@@ -31,6 +31,7 @@ from support.engine.tensor_parallel import (
     watch_events,
     write_model,
 )
+from support.made_hybrids import SETTINGS
 from support.made_sliding import NUM_FULL, PATTERN
 from support.repetition import repetitive
 from support.sweeps import covering, evictions, some
@@ -236,31 +237,45 @@ def test_ranks_never_part(tmp_path: Path) -> None:
 
 WINDOWED = ("ams-tova", "snapkv", "ams-expected", "h2o", "keydiff")
 BASE = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
+NUM_LAYERS = 6  # of the made LFM2
 
 
 def caches_of(worker: Any) -> tuple[int, set[torch.dtype]]:
     """Return the bytes and kinds of the tensors that hold a rank's KV cache."""
-    caches = worker.model_runner.kv_caches
-    assert len(caches) == len(PATTERN)
+    caches = list[torch.Tensor]()
+    for each in worker.model_runner.kv_caches:  # of a state, a list of its parts
+        caches += [each] if isinstance(each, torch.Tensor) else each
+    assert len(caches) in (len(PATTERN), NUM_LAYERS)
     stores = [cache.untyped_storage() for cache in caches]
     sizes = {store.data_ptr(): store.nbytes() for store in stores}
     return sum(sizes.values()), {cache.dtype for cache in caches}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "is_caching"), [(1, False), (2, True)])
-def test_beside_windows_two_ranks_are_as_one(
-    tmp_path: Path, heads: int, is_caching: bool
+@pytest.mark.parametrize(
+    ("kind", "heads", "is_caching"),
+    [("gemma3", 1, False), ("gemma3", 2, True), ("lfm2", 2, True)],
+)
+def test_beside_windows_and_states_two_ranks_are_as_one(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    kind: str,
+    heads: int,
+    is_caching: bool,
 ) -> None:
     """Tokens that move give stock's, in caches of the same kind; others are kept alike.
 
     Of a model with one KV head two ranks have copies of it.
     """
-    model = make_gemma3(tmp_path / "gemma3", num_kv_heads=heads)
+    if kind == "gemma3":
+        model = make_gemma3(tmp_path / kind, num_kv_heads=heads)
+    else:
+        model = request.getfixturevalue(kind)
     jobs = one_job_each(WINDOWED, (40, 300, 150, 220, 90), 150, 0, repetitive)
     free = [replace(job, extra_args=None) for job in jobs]
     both = {"tensor_parallel_size": 2, "enable_prefix_caching": is_caching}
     sizes = {"max_num_batched_tokens": 96, "max_model_len": 640, "num_blocks": 52}
+    sizes |= SETTINGS.get(kind, {})
     offer = {**BASE, "policy": WINDOWED[0], "allow": list(WINDOWED[1:])}
     offer["policy_config"] = {"expected_window": 36}
     mover = {**BASE, "policy": "identity"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, reduce
-from math import lcm
+from math import ceil, lcm
 from operator import or_
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,14 @@ from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_eve
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.sizes import (
+    FULL,
+    SLIDING,
+    STATE,
+    OtherGroups,
     auto_budget,
+    layer_kinds,
     max_blocks_per_request,
+    other_groups,
     query_rows,
 )
 from vllm_kvpolicy.worker.setup import SideTables
@@ -43,20 +49,27 @@ class Life:
         footprint: of the request in phase 0.
         num_tokens: tokens that are computed; the last one of an answer is not.
         is_spread: requests have phases of their own.
+        beside: superblocks of layers with a window or a state, at most and on the
+            average while it answers.
     """
 
     footprint: Footprint
     num_tokens: int
     is_spread: bool = True
+    beside: tuple[int, float] = 0, 0
 
     @classmethod
     def without_events(
-        cls, prompt_tokens: int, num_tokens: int, block_size: int
+        cls,
+        prompt_tokens: int,
+        num_tokens: int,
+        block_size: int,
+        beside: tuple[int, float] = (0, 0),
     ) -> "Life":
         """Return the life of a request that keeps all its tokens."""
         never = num_tokens + 1
         events = EventPlan(prompt_tokens, never, never, never)
-        return cls(Footprint(events, 0, block_size), num_tokens, is_spread=False)
+        return cls(Footprint(events, 0, block_size), num_tokens, False, beside)
 
     @property
     def first(self) -> int:
@@ -66,12 +79,18 @@ class Life:
     @cached_property
     def prompt_peak(self) -> int:
         """Most superblocks held while the prompt is computed."""
-        return self.footprint.peak_blocks(self.first)
+        return self.footprint.peak_blocks(self.first) + self.beside[0]
+
+    @property
+    def peak(self) -> int:
+        """Most superblocks held at all."""
+        return self.footprint.most_blocks(self.num_tokens) + self.beside[0]
 
     @property
     def mean(self) -> float:
         """Mean superblocks held while a token of the answer is computed."""
-        return float(np.mean([self.levels(phase) for phase in phases(SAMPLED_PHASES)]))
+        own = np.mean([self.levels(phase) for phase in phases(SAMPLED_PHASES)])
+        return float(own) - ceil(self.beside[1]) + self.beside[1]
 
     @property
     def after_event(self) -> int | None:
@@ -83,7 +102,7 @@ class Life:
         if events.first_decode_event >= self.num_tokens:
             return None
         sizes = self.footprint.recent, 0, self.footprint.block_size
-        return after_any_event(events.budget, *sizes)
+        return after_any_event(events.budget, *sizes) + self.beside[0]
 
     def levels(self, phase: int, settled: bool = False) -> np.ndarray:
         """Return superblocks while each token from `first` on is computed.
@@ -95,7 +114,8 @@ class Life:
         if settled:
             period = lcm(events.interval, self.footprint.block_size)
             last = min(last, events.first_decode_event + period + 1)
-        return held_levels(self._in_phase(phase), self.first, last)
+        held = held_levels(self._in_phase(phase), self.first, last)
+        return held + ceil(self.beside[1])
 
     def _in_phase(self, phase: int) -> Footprint:
         events = replace(self.footprint.events, phase=phase * self.is_spread)
@@ -188,9 +208,21 @@ class Engine:
     def model(self) -> Any:
         return self.vllm_config.model_config
 
+    @cached_property
+    def others(self) -> OtherGroups:
+        """What layers with a window or a state hold."""
+        return other_groups(self.vllm_config)
+
     @property
     def num_layers(self) -> int:
-        return self.model.get_num_layers(self.vllm_config.parallel_config)
+        """Layers of full attention, which a policy bounds."""
+        every = self.model.get_num_layers(self.vllm_config.parallel_config)
+        return self.others.num_full if self.others.count else every
+
+    def beside(self, num_tokens: int) -> tuple[int, float]:
+        """Return what a request holds in their groups, at most and on the average."""
+        most = self.others.most_blocks(num_tokens, 1)
+        return most, min(most, self.others.mean_blocks)
 
     @property
     def num_kv_heads(self) -> int:
@@ -212,7 +244,9 @@ class Engine:
             head_size=self.model.get_head_size(),
             dtype=torch.uint8 if is_fp8 else self.model.dtype,
         )
-        return self.num_layers * spec.page_size_bytes
+        groups = self.others
+        num_layers = groups.layers_per_group if groups.count else self.num_layers
+        return num_layers * spec.page_size_bytes
 
 
 def main(words: list[str]) -> None:
@@ -234,12 +268,13 @@ def main(words: list[str]) -> None:
         tokens = auto_budget(engine.vllm_config, config, num_blocks)
         config = config.with_budget(tokens)
     config.validate_block_size(engine.block_size)
-    lines = [*_stock(engine), *_policies(engine, config)]
+    stock = [*_stock(engine)]
+    lines = [*stock, *_policies(engine, config)]
     print(_title(engine))
     print(table([HEAD, *lines]))
     sizes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
     print(LEGEND.format(engine.block_size, *sizes))
-    for note in _notes(engine, config, lines):
+    for note in _notes(engine, config, lines, lines[len(stock)][3]):
         print(note)
 
 
@@ -332,10 +367,12 @@ def _engine(args: argparse.Namespace) -> Engine:
         ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=args.max_num_seqs,
-            max_num_batched_tokens=0,  # of windows, which no model here has
+            max_num_batched_tokens=0,  # what prompts hold in windows is not counted
             async_scheduling=False,
         ),
     )
+    if model.is_hybrid:
+        vllm_config = _with_states(args, str(model.dtype).removeprefix("torch."))
     prompts, outputs = args.prompt_tokens, args.output_tokens
     count = max(len(prompts), len(outputs))
     if {len(prompts), len(outputs)} - {1, count}:
@@ -354,6 +391,23 @@ def _engine(args: argparse.Namespace) -> Engine:
     return Engine(vllm_config, args.kv_cache_memory, lengths, is_widened)
 
 
+def _with_states(args: argparse.Namespace, dtype: str) -> Any:
+    """Return vLLM's configuration of a model with states, whose size N depends on."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    vllm_config = EngineArgs(
+        model=args.model,
+        dtype=dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        block_size=args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name()),
+        kv_cache_dtype=args.kv_cache_dtype,
+        skip_tokenizer_init=True,
+    ).create_engine_config()
+    compat.align_states(vllm_config)
+    return vllm_config
+
+
 def _model(args: argparse.Namespace) -> Any:
     """Return vLLM's ModelConfig, made from config.json alone."""
     from vllm.engine.arg_utils import EngineArgs
@@ -370,12 +424,12 @@ def _model(args: argparse.Namespace) -> Any:
         raise ValueError(
             f"cannot read the configuration of {args.model!r}: {reason[:300]}"
         ) from None
-    kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
-    odd = model.is_hybrid or model.is_attention_free or model.use_mla
-    if odd or kinds - {"full_attention"}:
+    kinds = set(layer_kinds(SimpleNamespace(model_config=model)))
+    odd = model.is_attention_free or model.use_mla or (kinds and FULL not in kinds)
+    if odd or kinds - {FULL, SLIDING, STATE} or model.is_hybrid > (STATE in kinds):
         raise ValueError(
-            f"{args.model}: not all of its layers attend to the whole context, which "
-            "this command takes for granted"
+            f"{args.model}: what its layers hold is not known to this command, only "
+            "that of full attention beside sliding windows or states"
         )
     return model
 
@@ -384,9 +438,12 @@ def _model(args: argparse.Namespace) -> Any:
 
 
 def _stock(engine: Engine) -> Iterator[tuple[str, ...]]:
-    """Yield a line for stock vLLM and one for its KV cache in FP8."""
-    lives = _whole(engine)
-    for name, is_fp8 in (("stock", False), ("stock, FP8", True)):
+    """Yield a line for stock vLLM and one for its KV cache in FP8.
+
+    Beside states a superblock in FP8 would have another size.
+    """
+    lives, kinds = _whole(engine), (("stock", False), ("stock, FP8", True))
+    for name, is_fp8 in kinds[: 1 if engine.model.is_hybrid else 2]:
         usable = max(engine.available // engine.superblock_bytes(is_fp8) - 1, 0)
         yield (name, "", "", *_numbers(lives, usable))
 
@@ -394,8 +451,10 @@ def _stock(engine: Engine) -> Iterator[tuple[str, ...]]:
 def _whole(engine: Engine) -> list[Life]:
     """Return the lives of requests that keep all their tokens."""
     return [
-        Life.without_events(prompt, prompt + output - 1, engine.block_size)
-        for prompt, output in engine.lengths
+        Life.without_events(prompt, end - 1, engine.block_size, engine.beside(end - 1))
+        for prompt, end in (
+            (prompt, prompt + output) for prompt, output in engine.lengths
+        )
     ]
 
 
@@ -441,11 +500,16 @@ def _pool_blocks(engine: Engine, config: KVPolicyConfig) -> int:
 def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
     is_spread = config.spread_events
     lives = [
-        Life(_footprint(engine, config, prompt), prompt + output - 1, is_spread)
-        for prompt, output in engine.lengths
+        Life(
+            _footprint(engine, config, whole.footprint.events.prompt_len),
+            whole.num_tokens,
+            is_spread,
+            whole.beside,
+        )
+        for whole in _whole(engine)
     ]
     usable = _pool_blocks(engine, config) - 1
-    peak = max(life.footprint.most_blocks(life.num_tokens) for life in lives)
+    peak = max(life.peak for life in lives)
     if peak > usable:
         raise ValueError(
             f"{config.policy}: one request of these lengths holds up to {peak} "
@@ -464,7 +528,7 @@ def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
     after = [life.after_event for life in lives if life.after_event is not None]
     return (
         str(usable),
-        str(max(life.footprint.most_blocks(life.num_tokens) for life in lives)),
+        str(max(life.peak for life in lives)),
         f"{mean / sum(steps):.1f}",
         str(max(after)) if after else "-",
         str(max(life.footprint.window_blocks for life in lives)),
@@ -494,9 +558,19 @@ def _title(engine: Engine) -> str:
 
 
 def _notes(
-    engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]]
+    engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]], usable: str
 ) -> Iterator[str]:
-    """Yield what a server would want besides, a line each."""
+    """Yield what a server would want besides, a line each.
+
+    Args:
+        usable: superblocks of the pool beside the policy.
+    """
+    if engine.others.count:
+        yield (
+            f"Superblocks of {engine.others.count} groups with "
+            f"{engine.others.num_others} layers that no policy bounds are counted, but "
+            "for what prompts hold in windows."
+        )
     if engine.is_widened:
         yield (
             "In float32, because this CPU emulates bfloat16: give the server --dtype "
@@ -504,14 +578,15 @@ def _notes(
         )
     if config.events == PRESSURE:
         yield (
-            f"While at most {most_at_once(_whole(engine), int(lines[2][3]))} run at "
+            f"While at most {most_at_once(_whole(engine), int(usable))} run at "
             "once nobody is cut. Lines of the policy are of requests at their floors, "
             "cut as often as may be."
         )
     limit = engine.vllm_config.scheduler_config.max_num_seqs
     if max(int(line[-1]) for line in lines) > limit:
         yield f"More than {limit} at once need a higher --max-num-seqs."
-    least, usable = max_blocks_per_request(engine.vllm_config, config), lines[2][3]
+    least = max_blocks_per_request(engine.vllm_config, config)
+    least += engine.others.most_blocks(engine.model.max_model_len)
     if least > int(usable):
         longest = engine.model.max_model_len
         yield (
