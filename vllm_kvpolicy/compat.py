@@ -217,7 +217,8 @@ def align_states(vllm_config: Any) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if not vllm_config.model_config.is_hybrid:
+    model = vllm_config.model_config
+    if model is None or not model.is_hybrid:
         return
     kinds = AttentionBackendEnum
     default = kinds.CPU_ATTN if platform_name() == "cpu" else kinds.TRITON_ATTN
