@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.request import Request
@@ -84,6 +85,12 @@ def test_windows_that_vllm_did_not_make_are_refused(num_made: int) -> None:
     check_groups(
         specs | {f"s{i}": spec for i, spec in enumerate(windows)}, groups(2, 5)
     )
+    states = [MambaSpec(32, ((size, 2048),), (torch.float32,)) for size in (1, 1)]
+    kept = {f"m{i}": spec for i, spec in enumerate(states)}
+    check_groups(specs | kept, groups(2, 2, window=2))
+    kept["m1"] = MambaSpec(32, ((2, 1024),), (torch.float32,))
+    with pytest.raises(ValueError, match="of 2 kinds"):
+        check_groups(specs | kept, groups(2, 2, window=2))
     made = {f"s{i}": windows[0] for i in range(num_made)}
     with pytest.raises(ValueError, match=f"made {num_made} layers .*expected 5 with"):
         check_groups(specs | made, groups(2, 5))

@@ -226,6 +226,9 @@ def test_layers_that_no_policy_bounds_are_counted(
     pool, peak, _, *rest = lines["stock", "", ""]
     assert (pool, peak) == ("199", str(32 + beside))
     assert int(rest[2]) == 199 // (32 + beside)
+    if make is trials.make_lfm2:
+        assert command.main(words(tmp_path, "--kv-cache-dtype", "fp8")) == 2
+        assert "--kv-cache-dtype: leave it out" in capsys.readouterr().err
     _, peak, mean, after, *_, at_once = lines["streaming", "256", "128"]
     assert (peak, after) == (str(13 + beside), str(9 + beside))
     assert 8 < float(mean) < 13 + beside and int(at_once) >= 199 // (13 + beside)

@@ -133,28 +133,28 @@ def reversed_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_gemma3(tmp_path_factory.mktemp("model"), pattern=PATTERN[::-1])
 
 
-def _family(name: str) -> Any:
-    """Return a fixture of the folder of a made model."""
+@pytest.fixture(scope="module")
+def folders(request, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what finds the folder of a model, a fixture's or one that it writes."""
 
-    @pytest.fixture(scope="module", name=name)
-    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-        return make(name, tmp_path_factory.mktemp(name))
+    @cache
+    def folder(name: str) -> Path:
+        if name in FAMILIES:
+            return make(name, tmp_path_factory.mktemp(name))
+        return request.getfixturevalue(name)
 
     return folder
 
 
-globals().update({name: _family(name) for name in FAMILIES})
-
-
 @pytest.fixture(scope="module")
-def runs(request, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(folders, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Return what runs a policy, None for stock vLLM, once in a case."""
 
     @cache
     def run(policy: str | None, name: str) -> Run:
         case = CASES[name]
         trace = tmp_path_factory.mktemp("trace") if policy else None
-        model = request.getfixturevalue(case.model)
+        model = folders(case.model)
         values = {**named(policy), **case.values} if policy else None
         return serve(model, values, case.jobs(), trace, **case.engine)
 
@@ -209,10 +209,10 @@ STOCK += [
 
 @pytest.mark.parametrize(("policy", "values", "name"), STOCK)
 def test_what_never_cuts_is_stock(
-    request, runs: Runs, policy: str, values: dict[str, object], name: str
+    folders, runs: Runs, policy: str, values: dict[str, object], name: str
 ) -> None:
     case, stock = CASES[name], runs(None, name)
-    model = request.getfixturevalue(case.model)
+    model = folders(case.model)
     run = serve(model, {**named(policy), **values}, case.jobs(), **case.engine)
     run.check_answers(stock)
     assert not run.counters["events"] and run.steps == stock.steps

@@ -205,40 +205,35 @@ def test_random_engines_that_speculate(policy: str, model_config: ModelConfig):
     )
 
 
-@pytest.mark.parametrize(
-    ("policy", "depth", "caching"),
-    sweeps.paired(["ams-tova", "identity", "streaming"], [1, 2], [True, False]),
-)
-def test_engines_beside_windows(
-    policy: str, depth: int, caching: bool, model_config: ModelConfig
-):
-    """Every hit is foreseen, every cached superblock compared, every window read."""
-    least = {"events": 60, "finished": 30, "aborts": 20, "preemptions": 20}
-    if caching:
-        least |= {"hits": 20, "shared superblocks": 40}
-    steps = MIN_STEPS // 2
-    run_engines(policy, depth, model_config, steps, least, caching, beside_windows)
-
-
 def beside_states(scenario: Scenario, turn: int) -> Scenario:
     """Give an engine groups of layers with a state."""
     scenario = beside_windows(scenario, turn)
     return replace(scenario, states=True, retention=None)
 
 
+BESIDE = {
+    beside_windows: ["ams-tova", "identity", "streaming"],
+    beside_states: ["ams-tova", "identity", "adakv-snapkv"],
+}
+
+
 @pytest.mark.parametrize(
-    ("policy", "depth", "caching"),
-    sweeps.paired(["ams-tova", "identity", "adakv-snapkv"], [1, 2], [True, False]),
+    ("change", "policy", "depth", "caching"),
+    [
+        (change, *each)
+        for change, policies in BESIDE.items()
+        for each in sweeps.paired(policies, [1, 2], [True, False])
+    ],
 )
-def test_engines_beside_states(
-    policy: str, depth: int, caching: bool, model_config: ModelConfig
+def test_engines_beside(
+    change: Any, policy: str, depth: int, caching: bool, model_config: ModelConfig
 ):
-    """Every state is the one of the token before; no survivor is set to zeros."""
+    """Hits are foreseen, cached superblocks compared, windows and states read."""
     least = {"events": 60, "finished": 30, "aborts": 20, "preemptions": 20}
     if caching:
-        least |= {"hits": 20}
+        least |= {"hits": 20, "shared superblocks": 40}
     steps = MIN_STEPS // 2
-    run_engines(policy, depth, model_config, steps, least, caching, beside_states)
+    run_engines(policy, depth, model_config, steps, least, caching, change)
 
 
 def on_call(scenario: Scenario, turn: int) -> Scenario:

@@ -461,7 +461,7 @@ REFUSALS = (
         "serve another model: what its layers hold is not known before it is loaded",
     ),
     Refusal(
-        "the Transformers backend with layers that have a state, or no full attention",
+        "layers with a state on the Transformers backend, or without full attention",
         all_of(
             has_states,
             any_of(
@@ -472,7 +472,7 @@ REFUSALS = (
         "leave out --model-impl, or serve a model with layers of full attention",
     ),
     Refusal(
-        "layers with a state with what measures each token ({measures_tokens})",
+        "what measures each token ({measures_tokens}), beside layers with a state",
         all_of(has_states, has_word_with("measures_tokens")),
         "choose another policy: changes of hidden states are read from layers that all "
         "attend",

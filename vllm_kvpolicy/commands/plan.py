@@ -372,6 +372,11 @@ def _engine(args: argparse.Namespace) -> Engine:
         ),
     )
     if model.is_hybrid:
+        if args.kv_cache_dtype != "auto":
+            raise ValueError(
+                "--kv-cache-dtype: leave it out; beside states a superblock in FP8 has "
+                "more tokens than stock's, with which this table would compare it"
+            )
         vllm_config = _with_states(args, str(model.dtype).removeprefix("torch."))
     prompts, outputs = args.prompt_tokens, args.output_tokens
     count = max(len(prompts), len(outputs))
@@ -401,7 +406,6 @@ def _with_states(args: argparse.Namespace, dtype: str) -> Any:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         block_size=args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name()),
-        kv_cache_dtype=args.kv_cache_dtype,
         skip_tokenizer_init=True,
     ).create_engine_config()
     compat.align_states(vllm_config)

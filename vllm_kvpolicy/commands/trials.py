@@ -88,8 +88,8 @@ def make_lfm2(path: Path | str, seed: int = 3) -> Path:
     config = Lfm2Config(
         num_hidden_layers=6,
         layer_types=["conv", "conv", "full_attention"] * 2,
-        **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), 128),
-        block_ff_dim=128,
+        block_dim=128,
+        conv_dim=128,
         block_auto_adjust_ff_dim=False,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         # vLLM ties them whatever the configuration says.
