@@ -42,7 +42,25 @@ FP8_ADMISSIONS = "tests/engine/test_float8.py"
 CACHE = "tests/engine/test_prefix_caching.py"
 TEXT = "tests/engine/test_text_only.py"
 DRAFTS = "tests/engine/test_speculation.py"
+LAYERED = "tests/engine/test_layers_that_draft.py"
 STATES = "tests/engine/test_identity.py"
+
+
+class _Shape(SimpleNamespace):
+    """The same for each layer."""
+
+    def __getitem__(self, index: int) -> "_Shape":
+        return self
+
+
+_SHAPE = _Shape(total_num_attention_heads=4, total_num_kv_heads=2, head_size=32)
+_EAGLE = SimpleNamespace(
+    method="eagle3",
+    parallel_drafting=False,
+    disable_padded_drafter_batch=False,
+    use_multi_module_mtp=lambda: False,
+    draft_model_config=SimpleNamespace(model_arch_config=_SHAPE, max_model_len=4096),
+)
 
 
 @dataclass(frozen=True)
@@ -129,6 +147,12 @@ FEATURES = (
         {"speculative_config": SimpleNamespace(method="suffix")},
         "suffix",
         dict.fromkeys(KINDS, DRAFTS),
+    ),
+    Feature(
+        "MTP and EAGLE",
+        {"speculative_config": _EAGLE},
+        "eagle3",
+        {EQUAL: LAYERED, OWN: LAYERED},
     ),
     Feature(
         "LoRA",
@@ -247,6 +271,7 @@ def plain_server(policy: dict[str, Any]) -> Any:
         )
     )
     return SimpleNamespace(
+        use_v2_model_runner=False,
         additional_config={"kv_policy": policy},
         model_config=_model(),
         parallel_config=SimpleNamespace(
@@ -304,7 +329,9 @@ def _model() -> Any:
     return SimpleNamespace(
         hf_text_config=SimpleNamespace(layer_types=None),
         architectures=[],
-        get_total_num_kv_heads=lambda: 8,
+        max_model_len=4096,
+        model_arch_config=_SHAPE,
+        get_num_kv_heads=lambda parallel, shape: shape.total_num_kv_heads,
         dtype="bfloat16",
         disable_cascade_attn=True,
         runner_type="generate",

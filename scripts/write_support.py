@@ -1,5 +1,6 @@
 """Writes docs/support.md from the tables that the code itself uses."""
 
+import tomllib
 from pathlib import Path
 
 from pydantic.fields import FieldInfo
@@ -22,12 +23,14 @@ from vllm_kvpolicy.policies.names import (
 from vllm_kvpolicy.policies.options import kind_of, valid_range
 from vllm_kvpolicy.policies.words import Word
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "support.md"
+SCRIPTS = Path(__file__).resolve().parent
+PAGE, RECIPES = SCRIPTS.parent / "docs" / "support.md", SCRIPTS / "recipes.toml"
 
 
 def render() -> str:
     """Return the whole page."""
-    sections = [_head(), grid(), _on_gpus(), _policies(), _caching(), _options()]
+    sections = [_head(), _models(), grid(), _on_gpus(), _policies(), _caching()]
+    sections.append(_options())
     sections.append(_numbers())
     sections.append(_refusals())
     return "\n".join(line for section in sections for line in section) + "\n"
@@ -53,6 +56,34 @@ def _head() -> list[str]:
         "for two things. An FP8 KV cache is refused, since vLLM's attention cannot "
         "read one there. And bfloat16 is emulated: `--dtype float32` is faster, and "
         "`make serve` and `vllm-kvpolicy plan` choose it unless a dtype is given.",
+        "",
+    ]
+
+
+def _models() -> list[str]:
+    """Return which models of vLLM's recipes have layers that are served."""
+    kinds = tomllib.loads(RECIPES.read_text())["kind"]
+    counts = {kind["name"]: len(kind["models"].split()) for kind in kinds}
+    served = sum(counts[kind["name"]] for kind in kinds if "test" in kind)
+    total = sum(counts.values())
+    return [
+        "## Models",
+        "",
+        f"**{served} of the {total} text models ({served / total:.0%})** in "
+        "[vLLM's recipes](https://github.com/vllm-project/recipes) of August 2026 have "
+        "layers of kinds that tests serve on a CPU, with small models made for them; "
+        "the text part of multimodal ones counts. Released weights were not served.",
+        "",
+        "| layers | models | evidence |",
+        "|---|---|---|",
+        *(
+            _row(
+                kind["name"],
+                f"{counts[kind['name']]}: {', '.join(kind['models'].split())}",
+                f"`{kind['test']}`" if "test" in kind else f"refused: {kind['row']}",
+            )
+            for kind in kinds
+        ),
         "",
     ]
 

@@ -15,7 +15,6 @@ from vllm_kvpolicy.sizes import (
     max_blocks_per_request,
     max_global_blocks,
     most_blocks,
-    query_rows,
     sharing_line,
 )
 
@@ -26,14 +25,16 @@ ENGINE = SimpleNamespace(
     ),
     model_config=SimpleNamespace(
         max_model_len=LONGEST,
-        get_num_attention_heads=lambda parallel: 32,
-        get_num_kv_heads=lambda parallel: 8,
+        get_num_attention_heads=lambda *_: 32,
+        get_num_kv_heads=lambda *_: 8,
+        model_arch_config=SimpleNamespace(head_size=128),
         hf_text_config=SimpleNamespace(layer_types=None),
     ),
     scheduler_config=SimpleNamespace(
         max_num_batched_tokens=2048, async_scheduling=False, max_num_seqs=16
     ),
     parallel_config=None,
+    num_lookahead_tokens=0,
 )
 WHOLE = LONGEST // SIZE
 
@@ -205,10 +206,10 @@ def test_as_many_as_may_run_fit_with_the_pools_share(
     interval = max(interval, 128 if policy == "expected" else 0)
     config = replace(AUTO, policy=policy, interval_tokens=interval)
     budget = auto_budget(ENGINE, config, 16 * share + 1)
-    sizes = LONGEST, SIZE, query_rows(ENGINE)
     assert budget % 64 == 0 and budget > 256
-    assert most_blocks(config.with_budget(budget), 1, *sizes) <= share
-    assert most_blocks(config.with_budget(budget + 2 * 64), 1, *sizes) > share
+    more = config.with_budget(budget + 2 * 64)
+    assert most_blocks(ENGINE, config.with_budget(budget), 1, LONGEST) <= share
+    assert most_blocks(ENGINE, more, 1, LONGEST) > share
 
 
 def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
@@ -223,7 +224,7 @@ def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
 def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
     config = replace(AUTO, is_auto=False).with_budget(1024)
     line = capacity_line(ENGINE, config, 16 * 200 + 1)
-    held = most_blocks(config, 1, LONGEST, SIZE, query_rows(ENGINE))
+    held = most_blocks(ENGINE, config, 1, LONGEST)
     assert "none below 1024 tokens per KV head; the pool of 3200 blocks" in line
     assert f"fits 0 requests of {LONGEST} tokens uncut ({WHOLE} blocks each)" in line
     assert f"or {3200 // held} that are cut so far ({held} each)" in line

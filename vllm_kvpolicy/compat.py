@@ -241,16 +241,20 @@ def cuda_attention_backend(
 
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
     numbers, where vLLM has them; else Triton. It alone reads FP8 caches with queries
-    that are not FP8, and FlashAttention 2 knows no learned sinks.
+    that are not FP8 and heads of more than 256 channels (Gemma 4), and FlashAttention 2
+    knows no learned sinks.
 
     Args:
         model: its config.json.
         dtype, cache_dtype: as on the command line.
     """
     major = (gpu_capability() or (0, 0))[0]
+    text = model.get("text_config") or model
+    sizes = (text.get(name) or 0 for name in ("head_dim", "global_head_dim"))
     without_flash = (
         major not in (8, 9),
         cache_dtype in FLOAT8_CACHES,
+        max(sizes) > 256,
         dtype in ("float", "float32"),
         major == 8 and model.get("model_type") in LEARNED_SINKS,
     )

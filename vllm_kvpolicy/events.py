@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from hashlib import blake2b
+from typing import Any
 
 NO_STEP = 2**62  # a prefill interval longer than any prompt: no event inside prompts
 PHASE_BITS = 32
@@ -148,6 +149,8 @@ class Footprint:
         window_blocks: superblocks that are borrowed for the queries that an event
             reads, from the step that computes the first of them to the event.
         pinned: first superblocks, which no event touches; the budget counts them, too.
+        ahead: tokens behind the computed ones that have superblocks, too, for drafts.
+        longest: most tokens of a request, behind which none has.
     """
 
     events: EventPlan
@@ -156,11 +159,19 @@ class Footprint:
     keeps_all: bool = False
     window_blocks: int = 0
     pinned: int = 0
+    ahead: int = 0
+    longest: int = NO_STEP
 
     @cached_property
     def window_tokens(self) -> int:
         """W, newest queries that an event reads; 0 for none."""
         return self.events.window_tokens
+
+    def blocks(self, num_tokens: Any) -> Any:
+        """Return the superblocks of so many computed tokens; integers or an array."""
+        beyond = num_tokens + self.ahead - self.longest
+        reach = num_tokens + self.ahead - beyond * (beyond > 0)
+        return -(-reach // self.block_size)
 
     def frontier_blocks(self, position: int) -> int:
         """Return F / N for an event at `position`; tokens at and above F are local."""
@@ -197,14 +208,14 @@ class Footprint:
         last = min(num_tokens, settled) if not self.keeps_all else num_tokens
         position = self.events.next_event(0)
         while position < last:
-            before = held + -(-position // self.block_size) - frontier
+            before = held + self.blocks(position) - frontier
             peak = max(peak, before + self.window_blocks)
             frontier = self.frontier_blocks(position)
             held = self.global_blocks(position) - min(num_shared, self.pinned)
             position = self.events.next_event(position + 1)
         end = min(num_tokens, position)
         window = self.window_blocks if end > position - self.window_tokens else 0
-        return max(peak, held + -(-end // self.block_size) - frontier + window)
+        return max(peak, held + self.blocks(end) - frontier + window)
 
     def most_blocks(self, num_tokens: int) -> int:
         """Return a bound on `peak_blocks` in any phase: no request holds more.
@@ -218,9 +229,9 @@ class Footprint:
         peak = replace(self, events=latest, window_blocks=0).peak_blocks(num_tokens)
         stretch = min(latest.interval, num_tokens - latest.earliest_decode_event)
         if not self.keeps_all and stretch > 0:
-            sizes = self.recent, stretch, self.block_size
+            sizes = self.recent, stretch + self.ahead, self.block_size
             spread = after_any_event(latest.budget, *sizes)
-            peak = max(peak, min(spread, -(-num_tokens // self.block_size)))
+            peak = max(peak, min(spread, self.blocks(num_tokens)))
         has_window = num_tokens > earliest.next_event(0) - self.window_tokens
         return peak + self.window_blocks * has_window
 
@@ -247,6 +258,7 @@ def worst_case_blocks(
     recent: int,
     block_size: int,
     window_blocks: int = 0,
+    ahead: int = 0,
 ) -> int:
     """Return the superblocks that any request of up to `max_model_len` tokens may hold.
 
@@ -266,11 +278,12 @@ def worst_case_blocks(
     inside = after_event(
         budget,
         -(-recent // block_size) * block_size,
-        min(prefill_interval, max_model_len - first_inside),
+        min(prefill_interval, max_model_len - first_inside) + ahead,
         block_size,
     )
-    decode = after_any_event(budget, recent, interval, block_size)
-    return min(whole, max(-(-first // block_size), inside, decode)) + window
+    decode = after_any_event(budget, recent, interval + ahead, block_size)
+    first_blocks = -(-(first + ahead) // block_size)
+    return min(whole, max(first_blocks, inside, decode)) + window
 
 
 def event_seed(ordinal: int, position: int) -> int:

@@ -3,14 +3,15 @@
 Scheduler, worker and start-up line use the same formulas.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig, own_config
 from vllm_kvpolicy.config_keys import LEAST_AUTO, NONE, PRESSURE
-from vllm_kvpolicy.events import LAST_PHASE, worst_case_blocks
+from vllm_kvpolicy.events import LAST_PHASE, Footprint, worst_case_blocks
 
 AUTO_STEP = 64  # tokens, of which a budget of AUTO is a multiple
 
@@ -45,7 +46,7 @@ class OtherGroups:
             state, which follows from the one before it.
         num_full: layers of full attention.
         num_others: layers with a window or a state, 0 for none.
-        block_size: N, tokens per superblock.
+        block_size: tokens per superblock in these groups, see `own_block_size`.
         step_tokens: most tokens that a step computes.
         late_steps: steps for which tokens count as not computed yet.
         most_each: most superblocks that a request has in a group; None for as many as
@@ -129,19 +130,78 @@ KINDS = {
 }
 
 
-def layer_kinds(vllm_config: Any) -> list[str]:
-    """Return the kinds of cache that the model's layers have, in order.
+def _kinds_by_layer(vllm_config: Any) -> list[tuple[str, ...]]:
+    """Return the kinds of cache of each layer that the model names, in order.
 
-    As it names them where that is none of ours. Where it has no window, as with
-    `--disable-sliding-window`, vLLM makes full attention of layers that would have one.
+    Where it has no window, as with `--disable-sliding-window`, vLLM makes full
+    attention of layers that would have one. The last layers may read the keys and
+    values of others (`num_kv_shared_layers`) and have no cache.
     """
     text = vllm_config.model_config.hf_text_config
     fields = ("layer_types", "layers_block_type")
     named = next(filter(None, (getattr(text, each, None) for each in fields)), ())
-    kinds = [kind for name in named for kind in KINDS.get(name, (name,))]
-    if getattr(text, "sliding_window", None):
-        return kinds
-    return [FULL if kind == SLIDING else kind for kind in kinds]
+    kinds = [KINDS.get(name, (name,)) for name in named]
+    if not getattr(text, "sliding_window", None):
+        kinds = [(FULL,) if each == (SLIDING,) else each for each in kinds]
+    return kinds[: len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0)]
+
+
+def layer_kinds(vllm_config: Any) -> list[str]:
+    """Return the kinds of cache that the model's layers have, in order.
+
+    As it names them where that is none of ours.
+    """
+    return [kind for kinds in _kinds_by_layer(vllm_config) for kind in kinds]
+
+
+def shapes(vllm_config: Any, kind: str = FULL) -> list[Any]:
+    """Return vLLM's ModelArchitectureConfig of each layer of a kind, in order.
+
+    It has the layer's heads and their size. Of a model that does not name layers of
+    full attention, one stands for these.
+    """
+    whole = vllm_config.model_config.model_arch_config
+    by_layer = enumerate(_kinds_by_layer(vllm_config))
+    found = [whole[index] for index, kinds in by_layer if kind in kinds]
+    return found or [whole] * (kind == FULL)
+
+
+def own_shape(vllm_config: Any) -> Any:
+    """Return vLLM's ModelArchitectureConfig of the layers that a policy bounds."""
+    return shapes(vllm_config)[0]
+
+
+def kv_heads(vllm_config: Any, kind: str = FULL) -> tuple[int, int]:
+    """Return (H, D): KV heads of a layer of a kind on one rank, and their channels.
+
+    Of full attention where the model has no layer of that kind.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    shape, *_ = shapes(vllm_config, kind) or shapes(vllm_config)
+    return model.get_num_kv_heads(parallel, shape), shape.head_size
+
+
+def row_sizes(vllm_config: Any) -> tuple[int, int]:
+    """Return how many channels a rank's layer keeps for a token, in all its KV heads.
+
+    Of full attention, and of layers with a window.
+    """
+    own, windowed = (prod(kv_heads(vllm_config, kind)) for kind in (FULL, SLIDING))
+    return own or 1, windowed or 1  # of a model without attention
+
+
+def own_block_size(vllm_config: Any) -> int:
+    """Return N, tokens per superblock of the layers that a policy bounds.
+
+    Superblocks of all groups have one size in bytes. Where layers with a window have
+    larger heads, or more of them, vLLM has the others take more tokens, as many times
+    as many (Gemma 4); `--block-size` is the smaller number.
+
+    Example: 4 KV heads of 512 channels, and 16 of 256 with a window. With
+    `--block-size 16`, N is 32, and 16 for windows.
+    """
+    own, windowed = row_sizes(vllm_config)
+    return int(vllm_config.cache_config.block_size) * max(windowed // own, 1)
 
 
 def other_groups(vllm_config: Any) -> OtherGroups:
@@ -154,11 +214,12 @@ def other_groups(vllm_config: Any) -> OtherGroups:
         window, most_each = 2, 1
         if cache.mamba_cache_mode == "align":
             most_each = 2 + late_steps + _saved_states(vllm_config, late_steps)
+    own, windowed = row_sizes(vllm_config)
     return OtherGroups(
         window=window,
         num_full=kinds.count(FULL),
         num_others=kinds.count(SLIDING) + kinds.count(STATE),
-        block_size=cache.block_size,
+        block_size=cache.block_size * max(own // windowed, 1),
         step_tokens=scheduler.max_num_batched_tokens,
         late_steps=late_steps,
         most_each=most_each,
@@ -196,7 +257,7 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
     drafts = vllm_config.num_speculative_tokens
     if not drafts:
         return
-    size = vllm_config.cache_config.block_size
+    size = own_block_size(vllm_config)
     held = config.footprint(1, size, query_rows(vllm_config)).events.budget
     if held >= drafts:
         return
@@ -225,7 +286,7 @@ def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     average = -(-2 * scheduler.max_num_seqs // interval)
     prompts = scheduler.max_num_batched_tokens // (config.budget_tokens + interval)
     return PlannerLimits(
-        block_size=vllm_config.cache_config.block_size,
+        block_size=own_block_size(vllm_config),
         events_per_step=config.events_per_step or max(8, average, prompts),
     )
 
@@ -239,7 +300,8 @@ def query_rows(vllm_config: Any) -> int:
     Example: 16 query heads, 4 KV heads: 4 rows, and 8 in an FP8 cache of bfloat16.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    num_heads = model.get_num_attention_heads(parallel, own_shape(vllm_config))
+    group = num_heads // kv_heads(vllm_config)[0]
     is_float8 = vllm_config.cache_config.cache_dtype in compat.FLOAT8_CACHES
     return group * (model.dtype.itemsize if is_float8 else 1)
 
@@ -265,7 +327,7 @@ def auto_budget(
         superblock. Or max_model_len, where that is less or the pool holds all of it;
         at most the ceiling.
     """
-    size = vllm_config.cache_config.block_size
+    size = own_block_size(vllm_config)
     longest = vllm_config.model_config.max_model_len
     most = config.ceiling_tokens or longest
     least = -(-max(LEAST_AUTO, config.least_budget(size)) // AUTO_STEP) * AUTO_STEP
@@ -275,7 +337,8 @@ def auto_budget(
         return max(min(most, longest), min(longest, config.least_budget(size)))
     window = max(each.window_tokens for each in config.all_resolved)
     share -= -(-window * query_rows(vllm_config) // (2 * size))
-    fitting = (share - 1) * size - config.interval_tokens
+    ahead = vllm_config.num_lookahead_tokens
+    fitting = (share - 1) * size - config.interval_tokens - ahead
     budget = min(max(fitting // AUTO_STEP * AUTO_STEP, least), longest)
     # Events inside a prompt come late where the budget is large.
     room = (num_blocks or 0) - 1 - other_groups(vllm_config).most_blocks(longest)
@@ -305,7 +368,7 @@ def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
 
 def max_global_blocks(vllm_config: Any, config: KVPolicyConfig) -> int:
     """Return the most superblocks of survivors of any request, by any policy."""
-    block_size = vllm_config.cache_config.block_size
+    block_size = own_block_size(vllm_config)
     longest = vllm_config.model_config.max_model_len
     may_keep_all = any(each.info.keeps_all for each in config.all_resolved)
     may_keep_all |= config.events == PRESSURE
@@ -325,7 +388,7 @@ def max_blocks_per_request(
     Args:
         longest: most tokens of a request; None for max_model_len.
     """
-    block_size = vllm_config.cache_config.block_size
+    block_size = own_block_size(vllm_config)
     longest = longest or vllm_config.model_config.max_model_len
     footprint = config.footprint(1, block_size, query_rows(vllm_config))
     if config.resolved().info.keeps_all:
@@ -338,15 +401,24 @@ def max_blocks_per_request(
         config.recent_tokens,
         block_size,
         footprint.window_blocks,
+        vllm_config.num_lookahead_tokens,
+    )
+
+
+def footprint_of(
+    vllm_config: Any, config: KVPolicyConfig, prompt_tokens: int, phase: int = 0
+) -> Footprint:
+    """Return what a request of an engine holds; see `KVPolicyConfig.footprint`."""
+    sizes = own_block_size(vllm_config), query_rows(vllm_config)
+    return replace(
+        config.footprint(prompt_tokens, *sizes, phase),
+        ahead=vllm_config.num_lookahead_tokens,
+        longest=vllm_config.model_config.max_model_len,
     )
 
 
 def most_blocks(
-    config: KVPolicyConfig,
-    prompt_tokens: int,
-    num_tokens: int,
-    block_size: int,
-    query_rows: int,
+    vllm_config: Any, config: KVPolicyConfig, prompt_tokens: int, num_tokens: int
 ) -> int:
     """Return the superblocks that suffice for a request of these lengths.
 
@@ -355,10 +427,8 @@ def most_blocks(
     Args:
         prompt_tokens: >= 1.
         num_tokens: length of prompt and answer.
-        block_size: N, tokens per superblock.
-        query_rows: rows of a superblock that a query takes.
     """
-    footprint = config.footprint(prompt_tokens, block_size, query_rows)
+    footprint = footprint_of(vllm_config, config, prompt_tokens)
     is_spread = config.spread_events
     return (footprint.most_blocks if is_spread else footprint.peak_blocks)(num_tokens)
 
@@ -370,11 +440,11 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     where they are cut at fixed positions: calls can make room for somewhat more.
     `num_blocks` are those of the pool, vLLM's null block included.
     """
-    block_size = vllm_config.cache_config.block_size
+    block_size = own_block_size(vllm_config)
     max_model_len = vllm_config.model_config.max_model_len
     sizes = block_size, query_rows(vllm_config)
     beside = other_groups(vllm_config).most_blocks(max_model_len, 1)
-    held = most_blocks(config, 1, max_model_len, *sizes) + beside
+    held = most_blocks(vllm_config, config, 1, max_model_len) + beside
     whole = -(-max_model_len // block_size) + beside
     info = config.resolved().info
     if info.is_unbounded:
@@ -426,7 +496,7 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
         return "KV policy prefix cache: off, every request computes its whole prompt"
     measuring = [each.info for each in config.all_resolved if each.info.measures_tokens]
     alone = [info.name for info in measuring]
-    sizes = vllm_config.cache_config.block_size, query_rows(vllm_config)
+    sizes = own_block_size(vllm_config), query_rows(vllm_config)
     longest = vllm_config.model_config.max_model_len
     first_event = config.footprint(longest, *sizes).events.next_event(1)
     most = min(first_event, longest)

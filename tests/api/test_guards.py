@@ -33,7 +33,9 @@ MULTIMODAL = named("multimodal")
 WEIGHT_TRANSFER = named("weight transfer with a p")
 FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
 SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
-OTHER_DRAFTS = named("MTP")
+OTHER_DRAFTS = named("draft models")
+DRAFTER_BESIDE = named("MTP and EAGLE with other")
+DRAFTER_ON_GPU = named("MTP and EAGLE on GPUs")
 OTHER_KINDS = named("layers other than")
 UNNAMED_STATES = named("a state beside sliding windows")
 STATES_ALONE = named("or without full attention")
@@ -78,6 +80,24 @@ def layers(*kinds):
     return WINDOW | {LAYER_TYPES: list(kinds)}
 
 
+def drafter(method="eagle3", head_size=32, max_model_len=4096, **fields):
+    """Layers that draft, with the tiny model's heads."""
+    shape = SimpleNamespace(
+        total_num_attention_heads=4, total_num_kv_heads=2, head_size=head_size
+    )
+    values = {
+        "method": method,
+        "parallel_drafting": False,
+        "disable_padded_drafter_batch": False,
+        "draft_model_config": SimpleNamespace(
+            model_arch_config=shape, max_model_len=max_model_len
+        ),
+        "use_multi_module_mtp": lambda: False,
+        **fields,
+    }
+    return {"speculative_config": SimpleNamespace(**values)}
+
+
 MIXED = layers(SLIDING, FULL)
 CHUNKED = ["chunked_attention", FULL]
 STATES = {LAYER_TYPES: ["linear_attention", FULL]}
@@ -118,7 +138,9 @@ TRIGGERS = {
     "microbatches": parallel(ubatch_size=2),
     "elastic expert parallelism": parallel(enable_elastic_ep=True),
     "fault tolerance": parallel(enable_fault_tolerance=True),
-    OTHER_DRAFTS: {"speculative_config": SimpleNamespace(method="mtp")},
+    OTHER_DRAFTS: {"speculative_config": SimpleNamespace(method="medusa")},
+    DRAFTER_ON_GPU: drafter() | {"use_v2_model_runner": True},
+    DRAFTER_BESIDE: drafter() | FP8,
     MEASURED_DRAFTS: DRAFTS | policy("tova", allow=["ams-epikv"]),
     LORA: {"lora_config": SET} | FILE,
     "sliding windows in every layer": layers(SLIDING),
@@ -127,9 +149,8 @@ TRIGGERS = {
         "scheduler_config.disable_hybrid_kv_cache_manager": True,
     },
     "full attention in several KV cache groups": layers(*[FULL] * 3, *[SLIDING] * 2),
-    "per-head lengths with sliding-window layers": MIXED | RAGGED,
+    named("quest.* with sliding"): MIXED | policy("tova+quest"),
     OTHER_FITTED: MIXED | FILE,
-    "FP8 KV caches with sliding-window layers": MIXED | FP8,
     OTHER_DRAFTED: MIXED | DRAFTS,
     "dual chunk attention": text(dual_chunk_attention_config={"chunk_size": 64}),
     FOPE: EXPECTED | {ROPE_PARAMETERS: {"rope_type": "default", "use_fope": True}},
@@ -158,7 +179,7 @@ TRIGGERS = {
         HYBRID | cache(prefix_match_unit=16)
     ),
     OWN: model(architectures=["InklingForCausalLM"]),
-    UNLIKE: text(per_layer_attributes={"head_dim"}),
+    UNLIKE: text(swa_head_dim=64),
     OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
     ALIBI: model(architectures=["BloomForCausalLM"]),
     SOFT_CAPS: text(attn_logit_softcapping=50.0),
@@ -169,7 +190,11 @@ TRIGGERS = {
     "multi-head latent attention (MLA)": model(use_mla=True),
     "hierarchical sparse attention (HiSparse)": attention(hisparse_config=SET),
     "non-causal attention": attention(use_non_causal=True),
-    "KV sharing between layers": cache(kv_sharing_fast_prefill=True),
+    named("KV sharing between layers"): text(num_kv_shared_layers=2)
+    | model(using_transformers_backend=lambda: True),
+    "prefill without the layers that share keys and values": cache(
+        kv_sharing_fast_prefill=True
+    ),
     "KV caches of other dtypes than the model's and FP8": cache(cache_dtype="nvfp4"),
     "KV connectors and KV offloading": cache(kv_offloading_size=1.0),
     "encoder-cache connectors": {"ec_transfer_config": SET},
@@ -216,14 +241,27 @@ MORE_TRIGGERS = [
     ("sliding windows in every layer", cache(sliding_window=512)),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
+    (DRAFTER_BESIDE, drafter(parallel_drafting=True)),
+    (DRAFTER_BESIDE, drafter(disable_padded_drafter_batch=True)),
+    (DRAFTER_BESIDE, drafter(head_size=64)),
+    (DRAFTER_BESIDE, drafter(use_multi_module_mtp=lambda: True)),
+    (DRAFTER_BESIDE, drafter(max_model_len=2048) | RAGGED),
+    *(
+        (DRAFTER_BESIDE, drafter() | changes)
+        for changes in (
+            policy("local"),
+            policy("snapkv+quest"),
+            FILE,
+            {"lora_config": SET},
+            parallel(tensor_parallel_size=2),
+        )
+    ),
     (SINK_WEIGHING, GPT_OSS | policy("expected")),
     (SINK_WEIGHING, GPT_OSS | policy("ams-snapmax")),
     (SINK_WEIGHING, GPT_OSS | policy("rpc")),
-    ("KV sharing between layers", text(num_kv_shared_layers=2)),
     (OWN, model(architectures=["MiniMaxM3SparseForCausalLM"])),
     (OWN, text(model_type="mimo_v2_flash", v_head_dim=16)),
     (OWN, text(model_type="pangu_pro_moe_v2", param_sink_number=4)),
-    (UNLIKE, text(swa_head_dim=64)),
     (UNLIKE, text(num_attention_groups=4, attention_other_setting=OTHER_SETTING)),
     (UNLIKE, text(layer_types=[FULL] * 2, num_attention_heads_per_layer=[8, 4])),
     (UNLIKE, text(block_configs=BLOCKS)),
@@ -278,6 +316,7 @@ def test_each_machine_is_refused_by_its_own_row(policy_config, monkeypatch, name
         (FP8_ON_FLASH, cache(cache_dtype="fp8_e4m3") | attention(backend=FLASH), None),
         (FP8_BEFORE, cache(cache_dtype="fp8") | attention(backend=TRITON), (8, 6)),
         (E5M2_ON_GPU, cache(cache_dtype="fp8_e5m2") | attention(backend=TRITON), None),
+        (DRAFTER_ON_GPU, drafter("mtp"), (9, 0)),
     ],
 )
 def test_what_only_a_cpu_serves_is_refused_on_gpus(
@@ -342,13 +381,12 @@ def test_an_fp8_cache_needs_avx512_or_amx(policy_config, monkeypatch, dtype, has
 @pytest.mark.parametrize(
     ("method", "is_refused"),
     [
-        *[("ngram", False), ("suffix", False), ("ngram_gpu", True), ("mtp", True)],
-        *[("eagle", True), ("eagle3", True), ("draft_model", True), ("medusa", True)],
+        *[("ngram", False), ("suffix", False), ("ngram_gpu", True), ("mtp", False)],
+        *[("eagle", False), ("eagle3", False), ("medusa", True), ("draft_model", True)],
     ],
 )
-def test_drafts_come_from_n_grams_or_suffix_trees(policy_config, method, is_refused):
-    changes = {"speculative_config": SimpleNamespace(method=method)}
-    found = refusals(Overlay(policy_config, changes))
+def test_drafts_come_from_tokens_or_from_layers(policy_config, method, is_refused):
+    found = refusals(Overlay(policy_config, drafter(method)))
     assert found == (expected(OTHER_DRAFTS) if is_refused else [])
 
 

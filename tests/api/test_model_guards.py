@@ -8,11 +8,11 @@ import pytest
 
 from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
-from vllm_kvpolicy.sizes import other_groups
+from vllm_kvpolicy.sizes import other_groups, own_block_size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN = "attention layers of a model's own"
-OTHER_DRAFTS = next(row.name for row in REFUSALS if "MTP" in row.name)
+OTHER_DRAFTS = next(row.name for row in REFUSALS if "draft models" in row.name)
 
 
 @pytest.mark.parametrize("layer_types", [None, [SLIDING] * 2])
@@ -35,29 +35,42 @@ def test_a_window_that_no_request_outgrows_is_full_attention(
         assert other_groups(config).count == 0
 
 
-def gemma4(**changes):
-    """A configuration as the model's config.json makes it."""
+def gemma4(policy_config, **changes):
+    """Return a VllmConfig of a model as its config.json says."""
     from transformers import Gemma4TextConfig
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        Gemma4ModelArchConfigConvertor,
+    )
 
     fields = {"num_hidden_layers": 3, "layer_types": [SLIDING, SLIDING, FULL]}
-    return Gemma4TextConfig(**{**fields, "head_dim": 32, **changes})
+    fields |= {"head_dim": 32, "num_key_value_heads": 2, "attention_k_eq_v": True}
+    text = Gemma4TextConfig(**{**fields, **changes})
+    arch = Gemma4ModelArchConfigConvertor(text, text).convert()
+    model = {"hf_text_config": text, "model_arch_config": arch}
+    return Overlay(policy_config, {f"model_config.{k}": v for k, v in model.items()})
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_refused"),
+    ("changes", "sizes"),
     [
-        ({"global_head_dim": 64}, True),
-        ({"global_head_dim": 32}, False),
-        ({"global_head_dim": 32, "num_global_key_value_heads": 1}, True),
+        ({"global_head_dim": 32}, (32, 32)),
+        ({"global_head_dim": 64}, (32, 64)),
+        ({"global_head_dim": 32, "num_global_key_value_heads": 1}, (64, 32)),
+        ({"global_head_dim": 96, "num_global_key_value_heads": 1}, None),
+        ({"per_layer_config": {0: {"head_dim": 64}}}, None),
     ],
 )
-def test_layers_of_two_head_sizes_are_refused(policy_config, changes, is_refused):
-    """Gemma 4: vLLM makes pages of two sizes, which the worker saw after loading."""
-    found = {**changes, "num_key_value_heads": 2, "attention_k_eq_v": True}
-    config = {"model_config.hf_text_config": gemma4(**found)}
-    reasons = refusals(Overlay(policy_config, config))
+def test_layers_of_two_head_sizes(policy_config, changes, sizes):
+    """Gemma 4: layers that keep less of a token have longer superblocks, if they can.
+
+    The sizes are of full attention, and of windows.
+    """
+    config = gemma4(policy_config, **changes)
+    reasons = refusals(config)
     unlike = [each for each in reasons if "layers that differ in heads" in each]
-    assert bool(unlike) == is_refused
+    assert bool(unlike) == (sizes is None)
+    if sizes:
+        assert (own_block_size(config), other_groups(config).block_size) == sizes
 
 
 @pytest.mark.parametrize(

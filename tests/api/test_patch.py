@@ -133,6 +133,7 @@ def finished(monkeypatch, count=1, rank=0):
         additional_config={"kv_policy": POLICY, "other": 1},
     )
     monkeypatch.setattr(engine_config, "refusals", lambda config: [])
+    monkeypatch.setattr(engine_config, "own_block_size", lambda config: 16)
     monkeypatch.setattr(engine_config, "check_files", lambda *args: None)
     arguments = SimpleNamespace(
         additional_config={}, _api_process_count=count, _api_process_rank=rank

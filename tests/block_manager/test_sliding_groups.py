@@ -83,17 +83,17 @@ def test_windows_that_vllm_did_not_make_are_refused(num_made: int) -> None:
     specs = {f"f{i}": FullAttentionSpec(**SIZES) for i in range(2)}
     windows = [SlidingWindowSpec(**SIZES, sliding_window=48)] * 5
     check_groups(
-        specs | {f"s{i}": spec for i, spec in enumerate(windows)}, groups(2, 5)
+        specs | {f"s{i}": spec for i, spec in enumerate(windows)}, groups(2, 5), 32
     )
     states = [MambaSpec(32, ((size, 2048),), (torch.float32,)) for size in (1, 1)]
     kept = {f"m{i}": spec for i, spec in enumerate(states)}
-    check_groups(specs | kept, groups(2, 2, window=2))
+    check_groups(specs | kept, groups(2, 2, window=2), 32)
     kept["m1"] = MambaSpec(32, ((2, 1024),), (torch.float32,))
     with pytest.raises(ValueError, match="of 2 kinds"):
-        check_groups(specs | kept, groups(2, 2, window=2))
+        check_groups(specs | kept, groups(2, 2, window=2), 32)
     made = {f"s{i}": windows[0] for i in range(num_made)}
     with pytest.raises(ValueError, match=f"made {num_made} layers .*expected 5 with"):
-        check_groups(specs | made, groups(2, 5))
+        check_groups(specs | made, groups(2, 5), 32)
 
 
 def test_a_state_that_is_kept_is_never_back() -> None:

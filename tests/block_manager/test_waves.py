@@ -32,6 +32,12 @@ class Traffic:
         settings = KVPolicyConfig.from_dict({"policy": "ams-tova", **config})
         engine = SimpleNamespace(
             cache_config=SimpleNamespace(block_size=BLOCK),
+            parallel_config=None,
+            model_config=SimpleNamespace(
+                hf_text_config=None,
+                model_arch_config=SimpleNamespace(head_size=128),
+                get_num_kv_heads=lambda *_: 8,
+            ),
             scheduler_config=SimpleNamespace(
                 max_num_seqs=requests, max_num_batched_tokens=STEP_TOKENS
             ),

@@ -5,7 +5,8 @@ slow it down. Set before torch starts its threads.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,26 @@ def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.made_sinks import make_gpt_oss
 
     return make_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
+
+
+@pytest.fixture(scope="session")
+def reversed_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Gemma 3 whose first layer is one of full attention."""
+    from support.made_sliding import PATTERN
+    from vllm_kvpolicy.commands.trials import make_gemma3
+
+    return make_gemma3(tmp_path_factory.mktemp("gemma3"), pattern=PATTERN[::-1])
+
+
+@pytest.fixture(scope="session")
+def folders(request, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what finds the folder of a model, a fixture's or one that it writes."""
+    from support.made_hybrids import FAMILIES, make
+
+    @cache
+    def folder(name: str) -> Path:
+        if name in FAMILIES:
+            return make(name, tmp_path_factory.mktemp(name))
+        return request.getfixturevalue(name)
+
+    return folder

@@ -54,6 +54,7 @@ ELSEWHERE = {
     ),
     "LoRA": "needs an adapter: tests/engine/test_lora.py",
     "text of multimodal models": "needs another model: tests/engine/test_text_only.py",
+    "MTP and EAGLE": "need another model: tests/engine/test_layers_that_draft.py",
     "layers with a state: Mamba, gated delta nets, short convolutions": (
         "needs another model: tests/engine/test_identity.py"
     ),

@@ -7,7 +7,6 @@ never cuts: a budget that never binds, and a pool with room in which no event is
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ import pytest
 from support import sweeps
 from support.cpu import needs_float8
 from support.engine.helpers import POLICIES, Job, Run, make_jobs, serve
-from support.made_hybrids import FAMILIES, SETTINGS, make
-from support.made_sliding import PATTERN
-from vllm_kvpolicy.commands.trials import make_gemma3
+from support.made_hybrids import FAMILIES, SETTINGS
 from vllm_kvpolicy.config_keys import PRESSURE
 
 # With ragged tables pages change heads and layers, too.
@@ -110,6 +107,11 @@ MORE = {
 ROOMY = {**STRAIN, "kv_cache_dtype": "fp8", "num_blocks": 60, "foresees": True}
 CASES = {**OF_TINY, **OF_GEMMA, **OF_STATES, **OF_FAMILIES, **OF_BYTES, **MORE}
 CASES |= {"fp8 of lfm2": Case(in_bytes, FP8, 8, "lfm2")}
+OF_BOTH = {
+    f"fp8 of {name}": Case(in_bytes, {**CHUNKS, "kv_cache_dtype": "fp8"}, 6, name)
+    for name in ("gemma3", "gemma4_31b")
+}
+CASES |= {name: replace(case, values=LARGE) for name, case in OF_BOTH.items()}
 CASES |= {"no fp8": Case(in_bytes, STRAIN, 0), "fp8, roomy": Case(in_bytes, ROOMY)}
 
 
@@ -120,30 +122,14 @@ def marked(*values: Any) -> Any:
 
 
 RUNS = sweeps.paired(MOVERS, OF_TINY)
-OTHERS = [*sweeps.paired(MOVERS[:2], OF_GEMMA), *(("identity", each) for each in MORE)]
+OTHERS = [*sweeps.paired(MOVERS, OF_GEMMA), *(("identity", each) for each in MORE)]
 OTHERS += [*sweeps.paired(MOVERS, OF_STATES), *sweeps.paired(MOVERS, EXACT)]
 OTHERS += [marked("identity ragged", "fp8 of lfm2")]
+OTHERS += [marked(*each) for each in sweeps.paired(MOVERS, OF_BOTH)]
 OTHERS += [marked(*each) for each in sweeps.paired(("identity", MOVERS[3]), OF_BYTES)]
 Runs = Callable[..., Run]
-HEADS = {"falcon_h1": (3, 2)}  # layers and KV heads, where not two of both
-
-
-@pytest.fixture(scope="module")
-def reversed_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_gemma3(tmp_path_factory.mktemp("model"), pattern=PATTERN[::-1])
-
-
-@pytest.fixture(scope="module")
-def folders(request, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what finds the folder of a model, a fixture's or one that it writes."""
-
-    @cache
-    def folder(name: str) -> Path:
-        if name in FAMILIES:
-            return make(name, tmp_path_factory.mktemp(name))
-        return request.getfixturevalue(name)
-
-    return folder
+# Layers and KV heads, where not two of both.
+HEADS = {"falcon_h1": (3, 2), "gemma4_e2b": (2, 1)}
 
 
 @pytest.fixture(scope="module")
@@ -200,8 +186,8 @@ STOCK += [
     ("ams-tova", NEVER_BINDS, "gpt-oss"),
     ("adakv-snapkv", NEVER_BINDS, "lfm2"),
     ("ams-tova", NEVER_CALLED, "lfm2"),
-    *(("tova", {**LARGE, **NEVER_BINDS}, name) for name in ROUNDED),
-    *(("adakv-snapkv", {**NEVER_CALLED, **LARGE}, name) for name in ROUNDED),
+    *(("tova", {**LARGE, **NEVER_BINDS}, name) for name in FAMILIES),
+    *(("adakv-snapkv", {**NEVER_CALLED, **LARGE}, name) for name in FAMILIES),
     marked("ams-tova", NEVER_BINDS, "fp8"),
     marked("adakv-snapkv", NEVER_CALLED, "fp8, roomy"),
 ]

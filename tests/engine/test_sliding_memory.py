@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 
 from support import made_hybrids
-from support.engine.helpers import BLOCK, Engine, footprint_of, make_jobs
+from support.engine.helpers import Engine, footprint_of, make_jobs
 from support.made_sliding import NUM_GROUPS
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
 GROUPS = {"gemma3": NUM_GROUPS, "gpt_oss": 1, "lfm2": 2}
+GROUPS |= {"gemma4_31b": 2, "gemma4_e2b": 2}
+LARGE = {**VALUES, "budget": 160, "prefill_interval": 384}
 SETTINGS = {
     "lfm2": made_hybrids.SETTINGS["lfm2"],
     # Groups of states save those that others may go on from.
@@ -19,12 +21,14 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module", params=[*GROUPS, "lfm2, prefixes"])
-def engine(request) -> Iterator[Engine]:
+def engine(request, folders) -> Iterator[Engine]:
     kind = request.param.partition(",")[0]
-    model, changes = request.getfixturevalue(kind), SETTINGS.get(request.param, {})
-    with Engine(model, VALUES, max_num_batched_tokens=96, **changes) as engine:
+    model, changes = folders(kind), SETTINGS.get(request.param, {})
+    values = LARGE if kind == "gemma4_31b" else VALUES
+    with Engine(model, values, max_num_batched_tokens=96, **changes) as engine:
         others = engine.scheduler.kv_policy_manager.others
         assert len(others.managers) == GROUPS[kind]
+        engine.values = values
         yield engine
 
 
@@ -45,12 +49,15 @@ def test_what_is_held_is_bounded_and_counted(
 
     engine.run([job], note)
     tokens = length + max_tokens - 1
-    assert max(own) == footprint_of(VALUES, job).peak_blocks(tokens)
+    size = manager.block_size
+    footprint = footprint_of(engine.values, job, size)
+    assert max(own) == footprint.peak_blocks(tokens)
     most = manager.others.sizes.most_blocks
     assert max(beside) <= most(tokens)
     assert 0 < max(beside[-max_tokens + 100 :]) <= most(tokens, step=1)
-    groups = 1 + len(manager.others.managers)
-    assert max(own) + max(beside) < groups * -(-tokens // BLOCK)
+    others = manager.others.managers
+    whole = sum(-(-tokens // each.block_size) for each in [manager, *others])
+    assert max(own) + max(beside) < whole
 
 
 def test_many_requests_take_turns_without_preemptions(gemma3: Path) -> None:

@@ -7,9 +7,11 @@ from functools import cache
 from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from support import made_hybrids
 from support.engine.helpers import (
+    BLOCK,
     Engine,
     Job,
     Run,
@@ -22,13 +24,22 @@ from support.engine.tensor_parallel import compare
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
 COMMON = ("ams-tova", "snapkv", "h2o", "streaming", "keydiff")
-POLICIES = {"gemma3": (*COMMON, "ams-expected"), "gpt_oss": COMMON, "lfm2": COMMON}
+POLICIES = {
+    "gemma3": (*COMMON, "ams-expected", "adakv-snapkv"),
+    "gpt_oss": COMMON,
+    "lfm2": COMMON,
+}
+POLICIES |= {"gemma4_31b": COMMON, "gemma4_e2b": COMMON}
+# Tokens per superblock of full attention, and of the largest superblocks.
+BLOCKS = {"gemma4_31b": (64, 64), "gemma4_e2b": (32, 64)}
+LARGE = {"budget": 160, "prefill_interval": 384}
 SETTINGS = {"lfm2": made_hybrids.SETTINGS["lfm2"]}
 BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
 # Steps that read part of a prompt; a pool in which requests preempt each other.
 CHUNKS = {"max_num_batched_tokens": 96, "max_model_len": 640}
 TIGHT = {**CHUNKS, "foresees": False}
 NUM_BLOCKS = {"gemma3": 72, "gpt_oss": 48, "lfm2": 60}
+NUM_BLOCKS |= {"gemma4_31b": 48, "gemma4_e2b": 48}
 STEM = 320
 
 
@@ -75,17 +86,19 @@ def reset_sometimes(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def in_crowds(request) -> Callable[..., Served]:
+def in_crowds(folders) -> Callable[..., Served]:
     """Return what preempting requests got, twice, of a policy or of stock vLLM."""
 
     @cache
     def served(kind: str, policy: str | None) -> Served:
         values = policy and {"policy": policy, **VALUES, "budget": BUDGETS[policy]}
+        if kind == "gemma4_31b" and policy == "identity":
+            values |= LARGE
         jobs = jobs_of(tuple(BUDGETS), is_stock=True) * 3
         jobs = [replace(job, name=f"{n}") for n, job in enumerate(jobs)]
         changes = {**TIGHT, "num_blocks": NUM_BLOCKS[kind], **SETTINGS.get(kind, {})}
         changes["enable_prefix_caching"] = True
-        model = request.getfixturevalue(kind)
+        model = folders(kind)
         found = Served(*serve_again(model, values, jobs, **changes), values or {})
         if policy:
             counted = found.runs[-1].counters
@@ -97,13 +110,14 @@ def in_crowds(request) -> Callable[..., Served]:
 
 
 @pytest.fixture(scope="module")
-def in_peace(request, tmp_path_factory) -> Callable[..., Served]:
+def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
     """Return what requests of all policies got: cold, warm, with resets and aborts."""
 
     @cache
     def served(kind: str, is_caching: bool) -> Served:
         names = POLICIES[kind]
         values: dict[str, Any] = {**VALUES, "policy": names[0], "allow": names[1:]}
+        values |= LARGE if kind == "gemma4_31b" else {}
         if "ams-expected" in names:
             values["policy_config"] = {"expected_window": 36}
         jobs, found = jobs_of(names), Served([], [], values)
@@ -115,7 +129,7 @@ def in_peace(request, tmp_path_factory) -> Callable[..., Served]:
         changes = {**CHUNKS, "enable_prefix_caching": is_caching}
         changes |= SETTINGS.get(kind, {})
         trace = tmp_path_factory.mktemp("trace")
-        with Engine(request.getfixturevalue(kind), values, trace, **changes) as engine:
+        with Engine(folders(kind), values, trace, **changes) as engine:
             for given, on_step in times if is_caching else times[:1]:
                 hits = watch_hits(engine)
                 found.runs.append(engine.run(given, on_step))
@@ -160,8 +174,29 @@ def test_requests_share_as_much_as_their_events_let_them(in_peace, kind: str) ->
     shared = in_peace(kind, True)
     cold, warm, _ = shared.hits
     assert sum(cold.values()) > 300
+    sizes = BLOCKS.get(kind, (BLOCK, BLOCK))
     expected = {
-        job.name: most_hit(shared.values, job) for job in jobs_of(POLICIES[kind])
+        job.name: most_hit(shared.values, job, sizes) for job in jobs_of(POLICIES[kind])
     }
     assert warm == Counter(expected)
     assert not in_peace(kind, False).hits[0].total()
+
+
+@pytest.mark.parametrize("kind", ["gemma3", *BLOCKS])
+def test_superblocks_are_known_by_their_groups_hashes(folders, kind: str) -> None:
+    """A request has hashes of the smallest superblocks of all groups."""
+    values = {"policy": "ams-tova", **VALUES, "budget": 2048}
+    found: list[int] = []
+
+    def note(engine: Engine) -> None:
+        manager = engine.scheduler.kv_policy_manager
+        for request in engine.scheduler.running:
+            row = manager.req_to_blocks[request.request_id]
+            known = [get_block_hash(each.block_hash) for each in row if each.block_hash]
+            assert known == list(manager.hashes(request)[: len(known)])
+            found.append(len(known))
+
+    changes = {**CHUNKS, "enable_prefix_caching": True}
+    with Engine(folders(kind), values, **changes) as engine:
+        engine.run(jobs_of(("ams-tova",)), note)
+    assert max(found) >= 5

@@ -10,6 +10,12 @@ from vllm_kvpolicy.observe.shared_files import SCHEDULER, Ring
 from vllm_kvpolicy.observe.snapshots import Snapshots, shared_blocks
 
 SIZE = 32
+MANAGER = SimpleNamespace(
+    block_size=SIZE,
+    pool_counts=lambda: (9, 3),
+    num_held=lambda name: 4,
+    hashes=lambda request: request.block_hashes,
+)
 
 
 def request(name, computed, prompt=10):
@@ -39,9 +45,7 @@ def scheduler_of(computed, waiting=0):
         running=running,
         requests={each.request_id: each for each in (*queued, *running)},
         kv_policy_planner=SimpleNamespace(states={"r0": SimpleNamespace(**state)}),
-        kv_policy_manager=SimpleNamespace(
-            block_size=SIZE, pool_counts=lambda: (9, 3), num_held=lambda name: 4
-        ),
+        kv_policy_manager=MANAGER,
         kv_cache_manager=SimpleNamespace(block_pool=pool),
     )
 
@@ -122,7 +126,7 @@ def test_stock_holds_common_starts_of_prompts_once(look):
     first, second, third = scheduler.running
     first.num_prompt_tokens = second.num_prompt_tokens = third.num_prompt_tokens = 90
     second.block_hashes = [*first.block_hashes[:2], "own"]
-    assert shared_blocks(scheduler.running, SIZE) == {"r0": 0, "r1": 2, "r2": 0}
+    assert shared_blocks(scheduler.running, MANAGER) == {"r0": 0, "r1": 2, "r2": 0}
     found = look(scheduler)
     assert found["pool"]["stock"] == 4 + 2 + 4 and found["stock_running"] == 3
 
@@ -154,7 +158,7 @@ def test_stock_takes_whole_blocks_of_a_prompt(prompts, computed, taken):
     longest = request("same", 300).block_hashes
     for each in running:
         each.block_hashes = longest[: each.num_computed_tokens // SIZE]
-    assert shared_blocks(running, SIZE) == {"a": 0, "b": taken}
+    assert shared_blocks(running, MANAGER) == {"a": 0, "b": taken}
 
 
 def test_snapshots_come_a_few_times_a_second_and_at_the_end(heard):

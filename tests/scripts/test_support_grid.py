@@ -2,6 +2,7 @@
 
 import re
 import sys
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,16 @@ def test_real_configurations_are_refused_alike(policy_config: Any, kind: str) ->
         real = Overlay(policy_config, {**policy, **feature.changes})
         assert support_grid.refused(server) == support_grid.refused(real), feature.name
     assert support_grid.refused(support_grid.plain_server(EXAMPLES[kind])) == []
+
+
+def test_kinds_of_models_name_a_test_or_a_refusal() -> None:
+    text = (ROOT / "scripts" / "recipes.toml").read_text()
+    every: list[str] = []
+    for kind in tomllib.loads(text)["kind"]:
+        rows = [row.name for row in support_grid.REFUSALS]
+        assert (ROOT / kind["test"]).exists() if "test" in kind else kind["row"] in rows
+        every += kind["models"].split()
+    assert len(every) == len(set(every)) > 100
 
 
 def test_every_policy_has_a_kind_and_every_kind_a_policy() -> None:

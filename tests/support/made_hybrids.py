@@ -1,4 +1,7 @@
-"""Writes small random models in which most layers keep a state instead of tokens."""
+"""Writes small random models in which few layers keep all tokens.
+
+Others keep a state or a window; those of Gemma 4 have heads of another size as well.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +10,14 @@ from typing import Any
 import transformers
 
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
-from vllm_kvpolicy.commands.trials import TRIALS, make_lfm2, sizes, write
+from vllm_kvpolicy.commands.trials import (
+    NUM_TOKENS,
+    TRIALS,
+    WINDOW,
+    make_lfm2,
+    sizes,
+    write,
+)
 
 FULL, LINEAR = "full_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -86,15 +96,52 @@ def _qwen3_next() -> Any:
     )
 
 
+def _gemma4(pattern: str, **changes: Any) -> Any:
+    """Return the configuration of a Gemma 4 with a layer for each letter, w or f."""
+    windowed = "sliding_attention"
+    whole = {**QUARTER, "rope_type": "proportional", "rope_theta": 1e6}
+    given = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": NUM_TOKENS,
+        **changes,
+    }
+    return transformers.Gemma4TextConfig(
+        num_hidden_layers=len(pattern),
+        layer_types=[windowed if each == "w" else FULL for each in pattern],
+        sliding_window=WINDOW,
+        global_head_dim=64,
+        rope_parameters={windowed: ROPE, FULL: whole},
+        **sizes(tie_word_embeddings=True, **given),
+    )
+
+
+def _gemma4_31b() -> Any:
+    """Return one whose full attention keeps half as much of a token as its windows."""
+    heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 2}
+    return _gemma4("wwfwwf", num_attention_heads=8, attention_k_eq_v=True, **heads)
+
+
+def _gemma4_e2b() -> Any:
+    """Return one whose full attention keeps twice as much, for later layers, too."""
+    shared = {"num_kv_shared_layers": 4, "hidden_size_per_layer_input": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    return _gemma4("wwfwwfwwwf", **heads, **shared)
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "granite4": _granite4,
     "nemotron_h": _nemotron_h,
     "falcon_h1": _falcon_h1,
     "qwen3_next": _qwen3_next,
+    "gemma4_31b": _gemma4_31b,
+    "gemma4_e2b": _gemma4_e2b,
 }
 # What stock vLLM needs on a CPU: its kernel there rotates queries of LFM2's shape by
 # wrong positions, its Mamba2 caches no prefixes, its gated delta net is of bfloat16.
 SETTINGS: dict[str, dict[str, Any]] = {
+    "gemma4_31b": {},
+    "gemma4_e2b": {},
     "lfm2": dict(TRIALS["states"].settings),
     "granite4": {"enable_prefix_caching": False},
     "nemotron_h": {"enable_prefix_caching": False},
@@ -108,6 +155,8 @@ def make(name: str, path: Path) -> Path:
     if name == "lfm2":
         make_lfm2(path)
     else:
-        write(path, FAMILIES[name](), seed=5, norms=1.5)
+        # Where logits are not divided by the root of a head's size, they are large.
+        norms = 1.2 if name.startswith("gemma4") else 1.5
+        write(path, FAMILIES[name](), seed=5, norms=norms)
     write_tokenizer(path, [*SPECIAL_TOKENS, *CHARACTERS], 4096)
     return path

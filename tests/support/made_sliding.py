@@ -1,12 +1,15 @@
-"""A plain decoder of the made Gemma 3: one layer of full attention to some windows."""
+"""A decoder for the oracles, of made models in which not all layers attend fully."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from vllm_kvpolicy.commands.trials import KINDS
+from support.engine.reference_decoder import Activations
 
 PATTERN = (0, 0, 1, 0, 0, 0, 1)  # of `KINDS`: groups of two layers, one of them padded
 NUM_FULL, NUM_GROUPS = 2, 3
@@ -15,8 +18,9 @@ NUM_FULL, NUM_GROUPS = 2, 3
 class MixedDecoder:
     """Transformers' model, whose layers of full attention see what a mask shows.
 
-    It stands in for `ReferenceDecoder` in the replay oracle: its layers are those of
-    full attention, and layers with a window see the window.
+    It stands in for `ReferenceDecoder` in the oracles: its layers are those of full
+    attention with keys and values of their own. Others see their window or keep their
+    state, and readers of another layer's keys see what that layer sees.
     """
 
     def __init__(self, folder: Path | str) -> None:
@@ -25,33 +29,49 @@ class MixedDecoder:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
-        self.kinds = self.model.config.layer_types
-        self.num_layers, self.num_heads = self.kinds.count(KINDS[1]), 2
+        every = [each for each in self.model.modules() if hasattr(each, "q_proj")]
+        full = [each for each in every if getattr(each, "sliding_window", None) is None]
+        own = [each for each in full if hasattr(each, "k_proj")]
+        # The last one that comes before, for those without keys of their own.
+        self.places = {id(each): own.index(each) for each in own}
+        for each in full:
+            self.places.setdefault(id(each), len(own) - 1)
+        self.own, first = own, own[0]
+        self.num_layers, self.scale = len(own), float(first.scaling)
+        self.num_heads = first.k_proj.out_features // first.head_dim
+        self.num_q_heads = self.model.config.num_attention_heads
+        if hasattr(first, "sinks"):
+            self.sinks = torch.stack([each.sinks.detach() for each in own]).numpy()
 
     @torch.no_grad()
-    def forward(self, tokens: list[int], visible: torch.Tensor) -> SimpleNamespace:
-        """Return the logits [T, V] of a sequence; `visible` is [L, H, T, T] bool."""
-        full = iter(visible)
-        hooks = [
-            layer.self_attn.register_forward_pre_hook(
-                _with_mask(next(full)), with_kwargs=True
-            )
-            for layer, kind in zip(self.model.model.layers, self.kinds, strict=True)
-            if kind == KINDS[1]
-        ]
-        try:
-            return SimpleNamespace(logits=self.model(torch.tensor([tokens])).logits[0])
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def forward(self, tokens: list[int], visible: torch.Tensor) -> Activations:
+        """Return what a sequence sees; `visible` is [L, H, T, T] bool."""
+        seen: dict[int, tuple[torch.Tensor, ...]] = {}
+        with self._masked(visible, seen):
+            logits = self.model(torch.tensor([tokens]), use_cache=False).logits[0]
+        parts = [seen[layer] for layer in range(self.num_layers)]
+        queries, keys, values = map(torch.stack, zip(*parts, strict=True))
+        return Activations(logits, queries, keys, values, hidden=torch.empty(0))
 
+    @contextmanager
+    def _masked(
+        self, visible: torch.Tensor, seen: dict[int, tuple[torch.Tensor, ...]]
+    ) -> Iterator[None]:
+        """Put masks in place of causal ones; note queries, keys and values."""
+        source = sys.modules[type(self.own[0]).__module__]
+        attend = source.eager_attention_forward
+        groups = self.num_q_heads // self.num_heads
+        bias = torch.where(visible, 0.0, -torch.inf).repeat_interleave(groups, 1)
 
-def _with_mask(visible: torch.Tensor) -> Any:
-    """Return a hook that puts a mask of [H, T, T] bool in place of the causal one."""
-    bias = torch.where(visible.repeat_interleave(2, 0), 0.0, -torch.inf)[None]
+        def forward(
+            module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+        ) -> Any:
+            place = self.places.get(id(module))
+            if place is not None:
+                mask = bias[place][None]
+            if module in self.own:
+                seen[place] = query[0], key[0], value[0]
+            return attend(module, query, key, value, mask, **kwargs)
 
-    def put(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        assert "attention_mask" in kwargs
-        return args, {**kwargs, "attention_mask": bias}
-
-    return put
+        with patch.object(source, "eager_attention_forward", forward):
+            yield

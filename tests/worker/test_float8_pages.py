@@ -143,7 +143,11 @@ def test_the_layout_check_bears_any_rounding(
 
 def engine_of(dtype: torch.dtype, cache_dtype: str) -> SimpleNamespace:
     model = SimpleNamespace(
-        dtype=dtype, get_num_attention_heads=lambda _: 12, get_num_kv_heads=lambda _: 4
+        dtype=dtype,
+        hf_text_config=None,
+        model_arch_config=SimpleNamespace(head_size=64),
+        get_num_attention_heads=lambda *_: 12,
+        get_num_kv_heads=lambda *_: 4,
     )
     cache = SimpleNamespace(cache_dtype=cache_dtype)
     return SimpleNamespace(model_config=model, parallel_config=None, cache_config=cache)

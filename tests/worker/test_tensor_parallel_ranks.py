@@ -69,8 +69,10 @@ def test_a_model_with_other_heads_is_refused(heads, monkeypatch) -> None:
     group = SimpleNamespace(rank_in_group=1)
     monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: group)
     model = SimpleNamespace(
-        model_arch_config=SimpleNamespace(total_num_attention_heads=8),
-        get_total_num_kv_heads=lambda: 4,
+        hf_text_config=None,
+        model_arch_config=SimpleNamespace(
+            total_num_attention_heads=8, total_num_kv_heads=4
+        ),
     )
     ranks = SimpleNamespace(tensor_parallel_size=2)
     config = SimpleNamespace(model_config=model, parallel_config=ranks)

@@ -36,6 +36,7 @@ def layer(**changes):
         "_v_scale": torch.tensor(1.0),
         "num_heads": 4,
         "num_kv_heads": 2,
+        "head_size": 64,
     }
     return SimpleNamespace(**{**values, **changes})
 
@@ -47,13 +48,17 @@ def layer(**changes):
         ({"alibi_slopes": [0.5]}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "an attention logit soft cap"),
         ({"sinks": [0.1]}, "learned sinks"),
-        ({"kv_sharing_target_layer_name": "a"}, "the keys and values of another layer"),
+        (
+            {"kv_sharing_target_layer_name": "z"},
+            "the keys and values of a layer without full attention",
+        ),
         ({"kv_cache_torch_dtype": torch.uint8}, "a KV cache of a dtype other than"),
         ({"kv_cache_torch_dtype": torch.float16}, "a KV cache of a dtype other than"),
         ({"kv_cache_dtype": "fp8"}, "a KV cache of another kind than --kv-cache-dtype"),
         ({"kv_cache_update_bypass": True}, "a model that writes keys and values"),
-        ({"scale": 0.5}, "a softmax scale or number of heads"),
-        ({"num_heads": 8}, "a softmax scale or number of heads unlike"),
+        ({"scale": 0.5}, "a softmax scale, or heads,"),
+        ({"num_heads": 8}, "a softmax scale, or heads, unlike"),
+        ({"head_size": 32}, "a softmax scale, or heads, unlike"),
     ],
 )
 def test_a_layer_that_scores_would_get_wrong_is_refused(changes, reason):

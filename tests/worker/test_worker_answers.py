@@ -70,15 +70,18 @@ class Worker(KVPolicyWorkerMixin, Stock):
         self.kv_policy_setup = SimpleNamespace(
             early_bytes=EARLY, side_tables=TABLES, shares=self.shares
         )
-        self.kv_policy_runtime = SimpleNamespace(take_answers=self.take)
+        self.kv_policy_runtime = SimpleNamespace(
+            take_answers=self.take, end=lambda: None
+        )
         self.device = torch.device(device)
         self.kv_policy_config = KVPolicyConfig("identity")
         self.model_config = SimpleNamespace(
             max_model_len=NEEDED * TABLES.block_size,
             original_max_model_len=None,
             hf_text_config=SimpleNamespace(layer_types=None),
-            get_num_attention_heads=lambda parallel: 2,
-            get_num_kv_heads=lambda parallel: 2,
+            get_num_attention_heads=lambda *_: 2,
+            get_num_kv_heads=lambda *_: 2,
+            model_arch_config=SimpleNamespace(head_size=32),
         )
         self.vllm_config = SimpleNamespace(
             model_config=self.model_config,
@@ -89,6 +92,7 @@ class Worker(KVPolicyWorkerMixin, Stock):
                 block_size=TABLES.block_size, cache_dtype="auto"
             ),
             parallel_config=None,
+            num_lookahead_tokens=0,
         )
         self.cache_config = SimpleNamespace(
             kv_cache_memory_bytes=explicit, num_gpu_blocks_override=None

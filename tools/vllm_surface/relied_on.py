@@ -192,11 +192,15 @@ _WORKER = (
         "vllm.distributed.parallel_state:GroupCoordinator",
         read="broadcast_object device_group rank_in_group world_size",
     ),
-    Owner("vllm.config.model:ModelConfig", read="get_total_num_kv_heads"),
+    Owner(
+        "vllm.config.model:ModelConfig",
+        read="get_num_attention_heads get_num_kv_heads get_total_num_kv_heads",
+    ),
     Owner(
         "vllm.config.model_arch:ModelArchitectureConfig",
-        read="total_num_attention_heads",
+        read="head_size total_num_attention_heads total_num_kv_heads __getitem__",
     ),
+    Owner("vllm.config.vllm:VllmConfig", read="num_lookahead_tokens"),
     Owner(
         "vllm.v1.outputs:AsyncModelRunnerOutput",
         {"get_output": "self"},
@@ -242,7 +246,11 @@ _ATTENTION = (
     ),
     Owner(
         "vllm.v1.attention.backend:AttentionMetadataBuilder",
-        {"get_cudagraph_support": _CUDAGRAPHS, "supports_update_block_table": ""},
+        {
+            "build_for_drafting": "self common_attn_metadata draft_index",
+            "get_cudagraph_support": _CUDAGRAPHS,
+            "supports_update_block_table": "",
+        },
     ),
     Owner(
         "vllm.v1.attention.backend:AttentionLayer",

@@ -31,7 +31,7 @@ from vllm_kvpolicy.observe.shared_files import (
 )
 from vllm_kvpolicy.observe.trace_files import check_trace
 from vllm_kvpolicy.policies.names import ADMISSIONS, OWN_MODELS, models_of
-from vllm_kvpolicy.sizes import check_drafts, settled
+from vllm_kvpolicy.sizes import check_drafts, own_block_size, settled
 
 logger = init_logger("vllm.kv_policy")
 
@@ -117,7 +117,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
             tell_untested(vllm_config)
         compat.align_states(vllm_config)
         config = settled(vllm_config)
-        config.validate_block_size(vllm_config.cache_config.block_size)
+        config.validate_block_size(own_block_size(vllm_config))
         check_drafts(config, vllm_config)
         _name_classes(vllm_config)
         vllm_config.instance_id = server_name(unique, config)

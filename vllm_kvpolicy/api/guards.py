@@ -15,7 +15,16 @@ from vllm_kvpolicy.api.patch_table import problems
 from vllm_kvpolicy.config import KVPolicyConfig, server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
-from vllm_kvpolicy.sizes import FULL, SLIDING, STATE, layer_kinds, other_groups
+from vllm_kvpolicy.sizes import (
+    FULL,
+    SLIDING,
+    STATE,
+    layer_kinds,
+    other_groups,
+    own_shape,
+    row_sizes,
+    shapes,
+)
 
 Question = Callable[[Any], object]  # about a finished VllmConfig
 
@@ -124,15 +133,37 @@ is_fitted, reads_rotations = has_word_with("fitted"), has_word_with("rotates")
 has_sinks = compat.has_learned_sinks
 # Heads may keep different numbers of tokens.
 is_ragged = of_policies(attrgetter("is_ragged"))
+selects = of_policies(
+    lambda server: any(each.info.selection for each in server.all_resolved)
+)
 speculates = given("speculative_config")
 has_adapters = given("lora_config")
 transfers_weights = given("weight_transfer_config")
 
 # Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
 # Tests run both; those of suffix trees are skipped where the package `arctic-inference`
-# is not installed. Others have layers of their own, whose keys and values no policy
-# looks after.
+# is not installed.
 DRAFTERS = ("ngram", "suffix")
+# And from layers of their own, whose keys and values are evicted with the model's.
+LAYERED = ("eagle", "eagle3", "mtp")
+
+
+def drafts_in_layers(config: Any) -> bool:
+    return getattr(config.speculative_config, "method", None) in LAYERED
+
+
+def _unlike_drafter(config: Any) -> bool:
+    """Return whether the layers that draft have other heads than the model's.
+
+    Or may skip steps whose requests are too long for them, where lengths of the model's
+    heads depend on what they hold.
+    """
+    drafter = config.speculative_config.draft_model_config
+    fields = attrgetter("total_num_attention_heads", "total_num_kv_heads", "head_size")
+    if fields(drafter.model_arch_config) != fields(own_shape(config)):
+        return True
+    is_shorter = drafter.max_model_len < config.model_config.max_model_len
+    return is_shorter and bool(is_ragged(config))
 
 
 def _block_is_odd(config: Any) -> bool:
@@ -152,7 +183,7 @@ def backends(config: Any) -> set[str]:
 
 def _splits_heads(config: Any) -> bool:
     ranks = config.parallel_config.tensor_parallel_size
-    return ranks > config.model_config.get_total_num_kv_heads()
+    return ranks > own_shape(config).total_num_kv_heads
 
 
 def _own_worker(config: Any) -> bool:
@@ -216,8 +247,17 @@ def _attends_by_itself(config: Any) -> bool:
 
 
 def _differs(config: Any) -> bool:
-    """Return whether layers differ in heads or head sizes, by fields of any kind."""
-    if {"head_dim", "num_key_value_heads", "num_attention_heads"} & _varying(config):
+    """Return whether layers of a kind differ in heads, by fields of any kind.
+
+    Or whether superblocks of two kinds cannot have one size in bytes, see
+    `sizes.own_block_size`.
+    """
+    fields = "total_num_attention_heads", "total_num_kv_heads", "head_size"
+    for kind in (FULL, SLIDING):
+        if len({attrgetter(*fields)(each) for each in shapes(config, kind)}) > 1:
+            return True
+    smaller, larger = sorted(row_sizes(config))
+    if larger % smaller:
         return True
     other = _text(config, "attention_other_setting") or {}
     found = (
@@ -349,9 +389,7 @@ REFUSALS = (
     Refusal(
         f"{_SELECTING} on more ranks than KV heads",
         all_of(
-            of_policies(
-                lambda server: any(each.info.selection for each in server.all_resolved)
-            ),
+            selects,
             _splits_heads,
         ),
         "set --tensor-parallel-size to the model's KV heads or less: a page's score is "
@@ -383,12 +421,45 @@ REFUSALS = (
     left_out("elastic expert parallelism", "parallel_config.enable_elastic_ep"),
     left_out("fault tolerance", "parallel_config.enable_fault_tolerance"),
     Refusal(
-        "speculative decoding by other methods than n-grams and suffix trees (MTP, "
-        "EAGLE, draft models and others)",
+        "speculative decoding by draft models and other methods than n-grams, suffix "
+        "trees, MTP and EAGLE",
         all_of(
-            speculates, lambda config: config.speculative_config.method not in DRAFTERS
+            speculates,
+            lambda config: config.speculative_config.method not in DRAFTERS + LAYERED,
         ),
         'set "method": "ngram" or "suffix" in --speculative-config, or leave it out',
+    ),
+    Refusal(
+        "MTP and EAGLE on GPUs, or with vLLM's second model runner",
+        all_of(drafts_in_layers, any_of(is_on_gpu, on("use_v2_model_runner"))),
+        'set "method": "ngram" or "suffix" in --speculative-config; on a CPU unset '
+        "VLLM_USE_V2_MODEL_RUNNER or set it to 0",
+    ),
+    Refusal(
+        "MTP and EAGLE with other heads than the model's, in several modules, in "
+        "parallel, without padding, for fewer tokens with per-head lengths, or with "
+        "admissions, selections, files for the model's weights ({fitted}), LoRA "
+        "adapters, FP8 KV caches or tensor parallelism",
+        all_of(
+            drafts_in_layers,
+            any_of(
+                _unlike_drafter,
+                lambda config: config.speculative_config.use_multi_module_mtp(),
+                on("speculative_config.parallel_drafting"),
+                on("speculative_config.disable_padded_drafter_batch"),
+                selects,
+                of_policies(
+                    lambda server: any(
+                        each.info.admission for each in server.all_resolved
+                    )
+                ),
+                is_fitted,
+                has_adapters,
+                is_float8,
+                several("tensor_parallel"),
+            ),
+        ),
+        'set "method": "ngram" or "suffix" in --speculative-config',
     ),
     Refusal(
         "speculative decoding with what measures each token ({measures_tokens})",
@@ -426,21 +497,15 @@ REFUSALS = (
         "less than half as many more",
     ),
     Refusal(
-        "per-head lengths with sliding-window layers",
-        all_of(mixes_windows, is_ragged),
-        "choose a policy whose heads keep equal numbers of tokens, without "
-        + _SELECTING,
+        f"{_SELECTING} with sliding-window layers",
+        all_of(mixes_windows, selects),
+        "choose a policy without it",
     ),
     Refusal(
         "layers with a sliding window or a state, with a policy for the model's own "
         "weights ({fitted})",
         all_of(any_of(mixes_windows, has_states), is_fitted),
         "choose another policy: no file was made or tested for such a model",
-    ),
-    Refusal(
-        "FP8 KV caches with sliding-window layers",
-        all_of(mixes_windows, is_float8),
-        "leave out --kv-cache-dtype",
     ),
     Refusal(
         "speculative decoding with layers that have a sliding window or a state",
@@ -538,12 +603,16 @@ REFUSALS = (
         "remove its --attention-config entry",
     ),
     Refusal(
-        "KV sharing between layers",
-        any_of(
-            text_has("num_kv_shared_layers"), on("cache_config.kv_sharing_fast_prefill")
+        "KV sharing between layers on the Transformers backend",
+        all_of(
+            text_has("num_kv_shared_layers"),
+            lambda config: config.model_config.using_transformers_backend(),
         ),
-        "serve a model in which every layer has its own keys and values, without "
-        "--kv-sharing-fast-prefill",
+        "leave out --model-impl",
+    ),
+    left_out(
+        "prefill without the layers that share keys and values",
+        "cache_config.kv_sharing_fast_prefill",
     ),
     # How it rotates.
     Refusal(

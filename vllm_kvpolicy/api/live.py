@@ -14,7 +14,12 @@ from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.routes import STREAM, LiveRoutes, api_keys
 from vllm_kvpolicy.observe.shared_files import engines_here
 from vllm_kvpolicy.policies.fingerprint import file_options
-from vllm_kvpolicy.sizes import capacity_line, sharing_line
+from vllm_kvpolicy.sizes import (
+    capacity_line,
+    own_block_size,
+    own_shape,
+    sharing_line,
+)
 
 VERSIONS = ("vllm-kvpolicy", "vllm", "torch", "triton")
 
@@ -57,7 +62,7 @@ def _leave_out_of_durations(app: Any) -> None:
 def engines(vllm_config: Any) -> tuple[Mapping[int, str], int]:
     """Return the engines of this host by index, and how many ranks have own heads."""
     size = vllm_config.parallel_config.tensor_parallel_size
-    num_heads = vllm_config.model_config.get_total_num_kv_heads()
+    num_heads = own_shape(vllm_config).total_num_kv_heads
     return engines_here(vllm_config), min(size, num_heads)
 
 
@@ -79,7 +84,7 @@ def facts(vllm_config: Any) -> dict[str, Any]:
         "budget": config.budget_tokens,
         "options": options,
         "model": served[0] if isinstance(served, list) else served,
-        "block_size": vllm_config.cache_config.block_size,
+        "block_size": own_block_size(vllm_config),
         "max_model_len": model.max_model_len,
         "pool_blocks": num_blocks and num_blocks - 1,
         "capacity": num_blocks and capacity_line(vllm_config, config, num_blocks),

@@ -9,7 +9,12 @@ from vllm.exceptions import VLLMValidationError
 from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
 from vllm_kvpolicy.config_keys import NONE, PROMPT, SYSTEM, request_keys, wrong
-from vllm_kvpolicy.sizes import check_drafts, most_blocks, other_groups, query_rows
+from vllm_kvpolicy.sizes import (
+    check_drafts,
+    most_blocks,
+    other_groups,
+    own_block_size,
+)
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -111,7 +116,7 @@ def check_params(
         ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
             than the pool.
     """
-    block_size = vllm_config.cache_config.block_size
+    block_size = own_block_size(vllm_config)
     num_blocks = smallest_pool(vllm_config)
     config = server.with_request(params.extra_args, block_size)
     if (params.extra_args or {}).get("kv_pin") == SYSTEM:
@@ -128,10 +133,10 @@ def check_params(
     tokens = prompt_tokens + (params.max_tokens or longest)
     # What a step drafts past the end takes superblocks, too.
     tokens = min(tokens + vllm_config.num_speculative_tokens, longest)
-    wanted = -(-tokens // block_size)
+    ahead = min(tokens + vllm_config.num_lookahead_tokens, longest)
+    wanted = -(-ahead // block_size)
     if config is not None:
-        sizes = block_size, query_rows(vllm_config)
-        wanted = most_blocks(config, max(prompt_tokens, 1), tokens, *sizes)
+        wanted = most_blocks(vllm_config, config, max(prompt_tokens, 1), tokens)
     wanted += other_groups(vllm_config).most_blocks(tokens)
     # One block is vLLM's null block.
     if wanted >= num_blocks:

@@ -502,17 +502,21 @@ class Entry:
 
     def _most_missing(self, request_id: str) -> int:
         """Return at least what a request takes to its end; found without a search."""
-        blocks = self._last[request_id] // self.manager.block_size + 2
+        last = self._last[request_id] + self.manager.lookahead_tokens
+        own = last // self.manager.block_size + 2
+        beside = self._others.count * (last // self._others.block_size + 2)
         window = self.planner.states[request_id].footprint.window_blocks
         # Its first event takes anew what others hold, too.
-        return (2 + self._others.count) * blocks + 2 * window
+        return 2 * own + beside + 2 * window
 
     def _fitting(self, request_id: str, computed: int, num_new: int) -> int:
         """Return for how many new tokens there are superblocks, at least 1."""
         size, free = self.manager.block_size, self._num_free
         spare = max(free - self.manager.num_needed(request_id, computed + 1), 0)
-        spare //= 1 + self._others.count  # groups take as many each
-        count = min((computed // size + 1 + spare) * size - computed, num_new)
+        # Other groups take as many each, or more where theirs are smaller.
+        spare //= 1 + self._others.count * max(size // self._others.block_size, 1)
+        first = computed + self.manager.lookahead_tokens
+        count = min((first // size + 1 + spare) * size - first, num_new)
         # The window of the next event may not fit, too.
         fits = self.manager.num_needed(request_id, computed + count) <= free
         return count if fits else 1

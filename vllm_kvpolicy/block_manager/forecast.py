@@ -74,7 +74,7 @@ def course_peak(footprint: Footprint, course: Course, last: int) -> int:
     ):
         end = min(event, last)
         window = footprint.window_blocks if end > event - footprint.window_tokens else 0
-        peak = max(peak, kept + -(-end // footprint.block_size) - frontier + window)
+        peak = max(peak, kept + footprint.blocks(end) - frontier + window)
         if event >= last:
             break
     return peak
@@ -102,7 +102,7 @@ def _held(
 ) -> np.ndarray:
     """Return what is held once a token is computed and `number` events have passed."""
     frontier, kept = np.asarray(course.frontiers), np.asarray(course.kept)
-    held = kept[number] - (-(token + 1) // footprint.block_size) - frontier[number]
+    held = kept[number] + footprint.blocks(token + 1) - frontier[number]
     due = np.asarray(course.events)[number]
     has_window = token >= due - footprint.window_tokens
     return held + has_window * footprint.window_blocks

@@ -220,6 +220,10 @@ class KVPolicyManager(FullAttentionManager):
     planner: Planner
     others: OtherBlocks
     blocks_returned: int
+    # Drafts behind a step's own tokens that layers of a drafter write, and the most
+    # tokens of a request, up to which they do.
+    lookahead_tokens: int = 0
+    most_tokens: int = 0
     # Superblocks are offered when the token after them is computed: `lookahead_hasher`.
     offers_later: bool = False
     # What the request whose turn it is leaves to a more urgent one that waits.
@@ -273,8 +277,7 @@ class KVPolicyManager(FullAttentionManager):
         if state is not None:
             num_tokens = min(num_tokens, state.first_event)
         num_cached = self.num_cached_block.get(request_id, 0)
-        is_whole = self.block_size == self.block_pool.hash_block_size
-        if is_whole and num_tokens // self.block_size <= num_cached:
+        if num_tokens // self.block_size <= num_cached:
             return
         given = request, num_tokens, retention_interval
         options = {"replay_boundaries": replay_boundaries}
@@ -301,7 +304,7 @@ class KVPolicyManager(FullAttentionManager):
         here, although the host has not seen the end of those steps yet.
         """
         self.run_due_event(request_id)
-        if self.planner.needs_window(request_id, num_tokens):
+        if self.planner.needs_window(request_id, num_tokens_main_model):
             count = self.planner.states[request_id].footprint.window_blocks
             window = self.block_pool.get_new_blocks(count)
             self._windows[request_id] = window
@@ -410,7 +413,7 @@ class KVPolicyManager(FullAttentionManager):
             peak = self.planner.peak_blocks(request_id, num_tokens, num_shared)
             if peak is not None:
                 return max(peak - self._num_own(request_id), 0)
-        beside = self._taken_beside(request_id, num_tokens)
+        beside = self._taken_beside(request_id, num_tokens_main_model)
         return (
             self.claimed
             + beside
@@ -455,13 +458,23 @@ class KVPolicyManager(FullAttentionManager):
             step: most tokens that it computes in a step; None if this step suffices.
         """
         num_entries = len(self.req_to_blocks.get(request_id, ()))
-        more = max(cdiv(num_tokens, self.block_size) - num_entries, 0)
+        ahead = min(self.lookahead_tokens, max(self.most_tokens - num_tokens, 0))
+        more = max(cdiv(num_tokens + ahead, self.block_size) - num_entries, 0)
         more += self._taken_beside(request_id, num_tokens)
         state = self.planner.states.get(request_id)
         if state is None:
             return more
         step = max(num_tokens - state.computed, 1) if step is None else step
         return more + self.others.needed(request_id, state.computed, num_tokens, step)
+
+    def hashes(self, request: Request) -> Sequence[Any]:
+        """Return the hashes of a request's superblocks in this manager's group.
+
+        A request has one for as many tokens as the smallest superblocks of all groups
+        have; it is of these and of all tokens before.
+        """
+        each = self.block_size // self.block_pool.hash_block_size
+        return request.block_hashes[each - 1 :: each]
 
     def num_shared(self, request_id: str) -> int:
         """Return how many of a request's first superblocks others hold, too."""

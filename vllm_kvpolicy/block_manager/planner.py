@@ -323,12 +323,19 @@ class Planner:
 
     # -- while vLLM schedules ----------------------------------------------
 
-    def clip(self, request_id: str, computed: int, num_new: int) -> int:
+    def clip(
+        self, request_id: str, computed: int, num_new: int, is_verified: bool = True
+    ) -> int:
         """Return how many of `num_new` tokens the request may compute in this step.
 
         Never past the next event, drafts included: what is computed behind it attends
-        to what it keeps, so that answers do not depend on whether vLLM speculates. 0
-        means the request sits this step out, because the step has its share of events.
+        to what it keeps, so that drafts do not change it. 0 means the request sits this
+        step out, because the step has its share of events, or because it comes to the
+        queries that the event reads, or to the event, with drafts under way that may be
+        rejected.
+
+        Args:
+            is_verified: `computed` is sure; else some of it may be rejected.
         """
         state = self.states.get(request_id)
         if state is None or num_new <= 0:
@@ -337,6 +344,9 @@ class Planner:
         if state.target < computed:
             state.target = state.next_event(computed)
         target = state.target
+        first_query = target - state.footprint.window_tokens
+        if not is_verified and computed + num_new > first_query:
+            return 0
         if target == computed:
             if not self._has_room_for(request_id):
                 return 0
@@ -499,7 +509,7 @@ class Planner:
         if state is None:
             return None
         if state.plan.is_called and state.inside is None:
-            return -(-num_tokens // state.footprint.block_size) - num_shared
+            return int(state.footprint.blocks(num_tokens)) - num_shared
         return state.footprint.peak_blocks(num_tokens, num_shared)
 
     def _has_room_for(self, request_id: str) -> bool:

@@ -132,6 +132,7 @@ class Pressure:
         share = footprint.window_tokens / state.spacing  # of the time one is open
         held = held_at_floor(*at, footprint.block_size)
         mean = held + share * footprint.window_blocks
+        mean += footprint.ahead / footprint.block_size
         if state.inside is not None and in_prompt:
             mean = max(mean, course_peak(footprint, state.course(), state.inside[1]))
         return mean + min(sizes.mean_blocks, sizes.most_blocks(last, 1))
@@ -277,7 +278,9 @@ class Pressure:
                 break
             known = request.num_tokens
             last = min(self.expected(request), known + HORIZON)
-            levels = -(-np.arange(known, last + 1) // size) + sizes.most_blocks(known)
+            ahead = self.manager.lookahead_tokens
+            levels = -(-(np.arange(known, last + 1) + ahead) // size)
+            levels += sizes.most_blocks(known)
             num_blocks = int(levels[0])
             floor = float(levels[-1])  # without a bound
             if state is not None and state.plan.is_called:
@@ -307,7 +310,8 @@ class Pressure:
             return 0
         pool, group = self.manager.block_pool, [self.manager.kv_cache_group_id]
         found = 0
-        for each in request.block_hashes:
+        hashes = self.manager.hashes(request)
+        for each in hashes:
             if each in seen:
                 found += 1
                 continue
@@ -315,7 +319,7 @@ class Pressure:
             if not cached:
                 break
             found += cached[0].ref_cnt > 0
-        seen.update(request.block_hashes)
+        seen.update(hashes)
         return found
 
     def _most(self, last: int, coming: np.ndarray, first: int = 0) -> int:

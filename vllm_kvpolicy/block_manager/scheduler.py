@@ -40,9 +40,9 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.sizes import (
     capacity_line,
     check_drafts,
+    footprint_of,
     other_groups,
     planner_limits,
-    query_rows,
     settled,
     sharing_line,
 )
@@ -121,13 +121,14 @@ class KVPolicySchedulerMixin(CountingMixin):
             run_events_first(coordinator, manager)
         self.kv_policy_limits = planner_limits(self.vllm_config, self.kv_policy_config)
         self.kv_policy_planner = Planner(self.kv_policy_limits)
-        self._query_rows = query_rows(self.vllm_config)
         self.kv_policy_manager = manager
         others = OtherBlocks(
             other_groups(self.vllm_config), beside, self._num_processed
         )
         manager.attach(self.kv_policy_planner, others, policy.placement)
         manager.offers[0].count_past_events(self.kv_cache_manager)
+        manager.lookahead_tokens = self.num_lookahead_tokens
+        manager.most_tokens = self.max_model_len
         logger.info(capacity_line(self.vllm_config, self.kv_policy_config, num_blocks))
         logger.info(sharing_line(self.vllm_config, self.kv_policy_config))
         self.kv_policy_entry = Entry(
@@ -218,9 +219,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         block_size = self.kv_policy_limits.block_size
         plan = RequestPlan(
             policy=config.policy,
-            footprint=config.footprint(
-                prompt_tokens, block_size, self._query_rows, phase
-            ),
+            footprint=footprint_of(self.vllm_config, config, prompt_tokens, phase),
             sinks=max(config.sink_tokens, pinned),
             takes_hits=not info.measures_tokens,
             budget=None if info.is_unbounded else config.budget_tokens,
@@ -331,7 +330,9 @@ class KVPolicySchedulerMixin(CountingMixin):
         planner, entry = self.kv_policy_planner, self.kv_policy_entry
         is_running = request.status == RequestStatus.RUNNING
         computed = num_computed_tokens
-        count = planner.clip(request.request_id, computed, num_new_tokens)
+        # With asynchronous scheduling, drafts count as computed until they are not.
+        is_verified = not self.num_spec_tokens or request.num_output_placeholders < 2
+        count = planner.clip(request.request_id, computed, num_new_tokens, is_verified)
         if count > 0:
             if is_running:
                 count = entry.allowed(request, computed, count, self._victim)

@@ -29,9 +29,11 @@ from vllm_kvpolicy.sizes import (
     STATE,
     OtherGroups,
     auto_budget,
+    kv_heads,
     layer_kinds,
     max_blocks_per_request,
     other_groups,
+    own_block_size,
     query_rows,
 )
 from vllm_kvpolicy.worker.setup import SideTables
@@ -202,7 +204,7 @@ class Engine:
     @property
     def block_size(self) -> int:
         """N, tokens per superblock."""
-        return self.vllm_config.cache_config.block_size
+        return own_block_size(self.vllm_config)
 
     @property
     def model(self) -> Any:
@@ -224,9 +226,9 @@ class Engine:
         most = self.others.most_blocks(num_tokens, 1)
         return most, min(most, self.others.mean_blocks)
 
-    @property
-    def num_kv_heads(self) -> int:
-        return self.model.get_num_kv_heads(self.vllm_config.parallel_config)
+    @cached_property
+    def kv_heads(self) -> tuple[int, int]:
+        return kv_heads(self.vllm_config)
 
     @property
     def is_fp8(self) -> bool:
@@ -240,8 +242,8 @@ class Engine:
 
         spec = FullAttentionSpec(
             block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.model.get_head_size(),
+            num_kv_heads=self.kv_heads[0],
+            head_size=self.kv_heads[1],
             dtype=torch.uint8 if is_fp8 else self.model.dtype,
         )
         groups = self.others
@@ -359,12 +361,12 @@ def _engine(args: argparse.Namespace) -> Engine:
     if is_widened:
         model.dtype = torch.float32
     block_size = args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
+    cache = {"block_size": block_size, "cache_dtype": args.kv_cache_dtype}
     vllm_config = SimpleNamespace(
         model_config=model,
         parallel_config=ParallelConfig(),
-        cache_config=SimpleNamespace(
-            block_size=block_size, cache_dtype=args.kv_cache_dtype
-        ),
+        cache_config=SimpleNamespace(**cache),
+        num_lookahead_tokens=0,
         scheduler_config=SimpleNamespace(
             max_num_seqs=args.max_num_seqs,
             max_num_batched_tokens=0,  # what prompts hold in windows is not counted
@@ -544,7 +546,7 @@ def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
     """Return the tables of a worker that grow with the pool, as it makes them."""
     built = (assemble(each).needs for each in config.all_resolved)
     needs = reduce(or_, built, Needs(positions=config.hints))
-    num_heads = engine.num_layers * engine.num_kv_heads
+    num_heads = engine.num_layers * engine.kv_heads[0]
     return SideTables.of_server(engine.vllm_config, config, needs, num_heads)
 
 
@@ -554,9 +556,9 @@ def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
 def _title(engine: Engine) -> str:
     dtype = str(engine.model.dtype).removeprefix("torch.")
     lengths = ", ".join(f"{prompt} + {output}" for prompt, output in engine.lengths)
+    heads = "{} KV heads of {}".format(*engine.kv_heads)
     return (
-        f"{engine.num_layers} layers, {engine.num_kv_heads} KV heads of "
-        f"{engine.model.get_head_size()}, {dtype}; {engine.available:,} bytes; "
+        f"{engine.num_layers} layers, {heads}, {dtype}; {engine.available:,} bytes; "
         f"prompt + answer: {lengths} tokens"
     )
 
@@ -571,9 +573,8 @@ def _notes(
     """
     if engine.others.count:
         yield (
-            f"Superblocks of {engine.others.count} groups with "
-            f"{engine.others.num_others} layers that no policy bounds are counted, but "
-            "for what prompts hold in windows."
+            f"Superblocks of {engine.others.count} groups of other layers, which no "
+            "policy bounds, are counted, but not what prompts hold in windows."
         )
     if engine.is_widened:
         yield (

@@ -80,7 +80,7 @@ class Snapshots:
                 block.block_hash is not None and not block.ref_cnt
                 for block in pool.blocks
             )
-            self._shared = shared_blocks(running, manager.block_size)
+            self._shared = shared_blocks(running, manager)
         total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
         local, survivors = manager.pool_counts()
         # Stock vLLM holds every token that is computed, common starts of prompts once.
@@ -108,18 +108,22 @@ class Snapshots:
         }
 
 
-def shared_blocks(running: Sequence[Any], block_size: int) -> dict[str, int]:
+def shared_blocks(running: Sequence[Any], manager: Any) -> dict[str, int]:
     """Return the blocks of each running request that it has from an earlier one, by id.
 
     Stock vLLM takes the start of a prompt from the prefix cache when it schedules a
     request, all but the last token. It never merges blocks that are computed later,
     such as equal answers. The requests' blocks are those that stock vLLM would hold.
+
+    Args:
+        manager: a KVPolicyManager.
     """
+    block_size = manager.block_size
     seen: set[Any] = set()
     shared = {}
     for request in running:
         computed, prompt = request.num_computed_tokens, request.num_prompt_tokens
-        whole = request.block_hashes[: min(computed, prompt) // block_size]
+        whole = manager.hashes(request)[: min(computed, prompt) // block_size]
         taken = whole[: (prompt - 1) // block_size]
         shared[request.request_id] = len(seen.intersection(taken))
         seen.update(whole)

@@ -34,6 +34,7 @@ class KVPolicyRuntime:
         self._answers: list[EventAnswer] = []
         self.batch_request_ids: Callable[[], Sequence[str]] = tuple
         self._commands: StepCommands | None = None
+        self._draft: int | None = None  # pass of layers that draft, from 0
 
     def begin(self, commands: StepCommands, gone: Iterable[str]) -> None:
         """Run the step's events; the forward pass may follow.
@@ -41,6 +42,7 @@ class KVPolicyRuntime:
         Args:
             gone: requests that finished or were preempted before this step.
         """
+        self.end()  # of a step that has sampled nothing
         self.requests.drop(gone)
         for capture in self.captures:
             capture.drop(gone)
@@ -67,22 +69,30 @@ class KVPolicyRuntime:
         if self._commands is None:
             return self.tier.metadata(Step(metadata, (), NO_COMMANDS, is_real=False))
         step = Step(metadata, self.batch_request_ids(), self._commands)
-        for capture in self.captures:
+        for capture in self.captures if self._draft is None else ():
             capture.plan(step)
         return self.tier.metadata(step)
+
+    def draft(self, index: int) -> None:
+        """Note that layers which draft run next; metadata of that pass is built then.
+
+        Their first pass, 0, computes the step's own tokens, which captures have planned
+        for. Later ones compute drafts, which captures do not see.
+        """
+        self._draft = index
 
     def observe(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> None:
         """Show captures one layer's new tokens; see `Capture.observe`."""
-        for capture in self.captures:
+        for capture in () if self._draft else self.captures:
             capture.observe(layer, query, key, value)
 
     def end(self) -> None:
         """Collect what the step showed; metadata built later is for no request."""
-        for capture in self.captures:
+        for capture in self.captures if self._commands is not None else ():
             capture.end_step()
-        self._commands = None
+        self._commands = self._draft = None
 
     def take_answers(self) -> Callable[[], tuple[UsedBlocks, ...]] | None:
         """Return what the scheduler has to hear of events, once; None for nothing.

@@ -25,7 +25,7 @@ from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.names import ResolvedPolicy
 from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
-from vllm_kvpolicy.sizes import max_global_blocks, query_rows
+from vllm_kvpolicy.sizes import max_global_blocks, own_block_size, query_rows
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
@@ -85,9 +85,9 @@ class SideTables:
         Args:
             needs: of all its policies.
         """
-        block_size = vllm_config.cache_config.block_size
+        block_size = own_block_size(vllm_config)
         decisions = 4 * block_size if needs.until else 0  # an int32 for each slot
-        bounds = PageSelection.page_bytes(config, vllm_config.model_config)
+        bounds = PageSelection.page_bytes(config, vllm_config)
         return cls(
             num_requests=vllm_config.scheduler_config.max_num_seqs,
             num_heads=num_heads,
@@ -472,7 +472,7 @@ def _captures(
             VisibleUntil(
                 decider,
                 config.sink_tokens,
-                vllm_config.cache_config.block_size,
+                own_block_size(vllm_config),
                 model.layers[0].num_kv_heads,
                 model.step_tokens,
                 model.device,

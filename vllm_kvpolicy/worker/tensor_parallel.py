@@ -17,6 +17,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.observe.trace_files import RANK, run_name
 from vllm_kvpolicy.policies.fingerprint import fingerprint
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
+from vllm_kvpolicy.sizes import own_shape
 
 logger = init_logger("vllm.kv_policy")
 MEETING_SECONDS = 60  # that a rank waits for those of other hosts at a start
@@ -62,11 +63,11 @@ def head_shard(vllm_config: Any, layer: Any) -> HeadShard:
         ValueError: neither of KV heads and ranks divides the other, or the model
             shares its heads out in another way.
     """
-    model = vllm_config.model_config
+    shape = own_shape(vllm_config)
     size = vllm_config.parallel_config.tensor_parallel_size
     shard = HeadShard(
-        num_heads=model.model_arch_config.total_num_attention_heads,
-        num_kv_heads=model.get_total_num_kv_heads(),
+        num_heads=shape.total_num_attention_heads,
+        num_kv_heads=shape.total_num_kv_heads,
         rank=get_tp_group().rank_in_group if size > 1 else 0,
         size=size,
     )

@@ -22,7 +22,12 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import own_config
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
-from vllm_kvpolicy.sizes import OtherGroups, max_blocks_per_request, other_groups
+from vllm_kvpolicy.sizes import (
+    OtherGroups,
+    max_blocks_per_request,
+    other_groups,
+    own_block_size,
+)
 from vllm_kvpolicy.worker.layers import has_sinks
 from vllm_kvpolicy.worker.setup import prepare, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
@@ -43,16 +48,18 @@ class KVPolicyWorkerMixin:
         compat.forget_chosen_backends()
         stated = self.cache_config.cache_dtype  # which checkpoints may change
         super().load_model(*args, **kwargs)
-        model = self.model_runner.get_model()
+        model = model_with_drafter(self.model_runner)
         layers = get_layers_from_vllm_config(self.vllm_config, Attention)
         layers = {name: each for name, each in layers.items() if not is_sliding(each)}
         reasons = layer_refusals(layers, stated)
+        readers = {name for name, layer in layers.items() if source_of(layer)}
         if reasons:
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise ValueError(
                 f"--kv-policy {config.policy} cannot run on this model:{lines}"
             )
         self.kv_policy_config = config
+        self._readers = {each: source_of(layers.pop(each)) for each in readers}
         self.kv_policy_setup = prepare(
             self.vllm_config, config, model, list(layers.values()), self.device
         )
@@ -63,7 +70,8 @@ class KVPolicyWorkerMixin:
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Return the model's specs with the compressed footprint."""
         specs = super().get_kv_cache_spec()
-        check_groups(specs, other_groups(self.vllm_config))
+        sizes = other_groups(self.vllm_config), own_block_size(self.vllm_config)
+        check_groups(specs, *sizes)
         return {name: _bounded(spec) for name, spec in specs.items()}
 
     def determine_available_memory(self) -> int:
@@ -76,10 +84,10 @@ class KVPolicyWorkerMixin:
         is_explicit = self.cache_config.kv_cache_memory_bytes is not None
         available = super().determine_available_memory()
         specs = list(self.get_kv_cache_spec().values())
-        own = next(spec for spec in specs if isinstance(spec, KVPolicySpec))
         groups = other_groups(self.vllm_config)
         num_layers = groups.layers_per_group if groups.count else len(specs)
-        superblock = num_layers * own.page_size_bytes
+        # vLLM gives all groups superblocks of the size of the largest.
+        superblock = num_layers * max(spec.page_size_bytes for spec in specs)
         # Otherwise vLLM has already measured it as memory in use on the device.
         is_ours_to_count = is_explicit or self.device.type == "cpu"
         early = self.kv_policy_setup.early_bytes if is_ours_to_count else 0
@@ -110,6 +118,10 @@ class KVPolicyWorkerMixin:
         first = self.kv_policy_setup.layers[0]
         columns = first.attn_backend.keys_are_columns
         self.kv_policy_runtime = self.kv_policy_setup.bind(columns)
+        known = get_layers_from_vllm_config(self.vllm_config, Attention)
+        for name, source in self._readers.items():
+            known[name].kv_policy_runtime = self.kv_policy_runtime
+            known[name].kv_policy_index = known[source].kv_policy_index
         self._watch_rows()
 
     def _watch_rows(self) -> None:
@@ -156,17 +168,29 @@ class KVPolicyWorkerMixin:
             try:
                 return super().execute_model(scheduler_output)
             finally:
-                self.kv_policy_runtime.end()
+                if not self.vllm_config.num_lookahead_tokens:
+                    self.kv_policy_runtime.end()
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        """Sample, and tell the scheduler how many blocks events have left in use."""
+        """Sample, and tell the scheduler how many blocks events have left in use.
+
+        Layers that draft do so here, and the step ends behind them.
+        """
         output = super().sample_tokens(*args, **kwargs)
+        self.kv_policy_runtime.end()
         read_answers = self.kv_policy_runtime.take_answers()
         if read_answers is None:
             return output
         if isinstance(output, AsyncModelRunnerOutput):
             return LateAnswers(output, read_answers)
         return _answered(output, read_answers)
+
+
+def model_with_drafter(runner: Any) -> nn.Module:
+    """Return the loaded model, in a list with the layers that draft, if any do."""
+    drafter = getattr(getattr(runner, "drafter", None), "model", None)
+    model: nn.Module = runner.get_model()
+    return nn.ModuleList([model, drafter]) if drafter is not None else model
 
 
 class LateAnswers(AsyncModelRunnerOutput):
@@ -219,8 +243,8 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
         "learned sinks, or none, unlike the first layer": lambda layer: (
             has_sinks(layer) != has_sinks(first)
         ),
-        "the keys and values of another layer (KV sharing)": lambda layer: (
-            getattr(layer, "kv_sharing_target_layer_name", None) is not None
+        "the keys and values of a layer without full attention": lambda layer: (
+            source_of(layer) not in {None, *layers}
         ),
         "a model that writes keys and values itself, unseen": lambda layer: getattr(
             layer, "kv_cache_update_bypass", False
@@ -238,7 +262,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
                 and max(layer._k_scale.numel(), layer._v_scale.numel()) > 1
             )
         ),
-        "a softmax scale or number of heads unlike the first layer's": lambda layer: (
+        "a softmax scale, or heads, unlike the first layer's": lambda layer: (
             _geometry(layer) != _geometry(first)
         ),
     }
@@ -254,18 +278,32 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
     ]
 
 
-def _geometry(layer: Any) -> tuple[float, int, int]:
-    return layer.impl.scale, layer.num_heads, layer.num_kv_heads
+def _geometry(layer: Any) -> tuple[float, int, int, int]:
+    heads = layer.num_heads, layer.num_kv_heads, layer.head_size
+    return layer.impl.scale, *heads
 
 
 def is_sliding(layer: Any) -> bool:
     """Return whether a layer attends to a window, so that no policy is for it."""
-    shares = getattr(layer, "kv_sharing_target_layer_name", None) is not None
-    return getattr(layer, "sliding_window", None) is not None and not shares
+    return getattr(layer, "sliding_window", None) is not None
 
 
-def check_groups(specs: Mapping[str, Any], groups: OtherGroups) -> None:
-    """Refuse layers of kinds and numbers that were not expected.
+def source_of(layer: Any) -> str | None:
+    """Return the name of the layer whose keys and values a layer reads, or None.
+
+    That layer's queries alone decide what is kept.
+    """
+    return getattr(layer, "kv_sharing_target_layer_name", None)
+
+
+def check_groups(
+    specs: Mapping[str, Any], groups: OtherGroups, block_size: int
+) -> None:
+    """Refuse layers of kinds, numbers and sizes that were not expected.
+
+    Args:
+        specs: by layer, of one number of tokens per superblock each.
+        block_size: N, that layers of full attention are going to have.
 
     Raises:
         ValueError: a kind that no policy runs beside, or other layers than the
@@ -281,7 +319,7 @@ def check_groups(specs: Mapping[str, Any], groups: OtherGroups) -> None:
     others = [spec for spec in specs.values() if type(spec) in OTHERS]
     # A state is a window of two tokens, see `OtherGroups`.
     windows = [getattr(spec, "sliding_window", 2) for spec in others]
-    sizes = {spec.page_size_bytes for spec in specs.values()}
+    sizes = {_final_bytes(spec, groups, block_size) for spec in specs.values()}
     expected = [groups.window] * groups.num_others
     if windows != expected or len(set(others)) > 1 or (windows and len(sizes) > 1):
         raise ValueError(
@@ -291,6 +329,14 @@ def check_groups(specs: Mapping[str, Any], groups: OtherGroups) -> None:
             f"{groups.window} (2 for a state), and one size: serve a model whose "
             "layers differ in their windows alone"
         )
+
+
+def _final_bytes(spec: Any, groups: OtherGroups, block_size: int) -> int:
+    """Return the bytes of a layer's superblocks when vLLM has lengthened them."""
+    if isinstance(spec, MambaSpec):  # whose superblocks are as large already
+        return int(spec.page_size_bytes)
+    tokens = groups.block_size if type(spec) in OTHERS else block_size
+    return int(spec.page_size_bytes * tokens // spec.block_size)
 
 
 def _bounded(spec: Any) -> Any:

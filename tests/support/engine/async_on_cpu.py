@@ -25,6 +25,7 @@ class Standstill:
 
 def allow_async_scheduling(patch: pytest.MonkeyPatch) -> None:
     """Keep what a configuration says about asynchronous scheduling, on by default."""
+    import vllm.v1.worker.cpu.shm  # noqa: F401  vLLM's own streams stay when we undo
     from vllm.platforms import current_platform
 
     platform = type(current_platform)

@@ -239,31 +239,39 @@ def one_job_each(
 GROUP_SIZE = 2  # of the tiny model
 
 
-def footprint_of(values: dict[str, Any], job: Job) -> Footprint:
+def footprint_of(
+    values: dict[str, Any], job: Job, block_size: int = BLOCK
+) -> Footprint:
     """Return when a job has events on a server, and what it holds between them.
 
     Args:
         values: the plain form of the server's configuration.
         job: with a policy, the server's or one of its own.
+        block_size: N of full attention.
     """
     config, phase = config_of(values), request_phase(job.prompt)
-    config = config.with_request(job.extra_args or {}, BLOCK)
-    return config.footprint(len(job.prompt), BLOCK, GROUP_SIZE, phase)
+    config = config.with_request(job.extra_args or {}, block_size)
+    return config.footprint(len(job.prompt), block_size, GROUP_SIZE, phase)
 
 
-def most_hit(values: dict[str, Any], job: Job) -> int:
+def most_hit(
+    values: dict[str, Any], job: Job, sizes: tuple[int, int] = (BLOCK, BLOCK)
+) -> int:
     """Return the tokens that a job takes from a warm prefix cache by the rules alone.
 
     A prompt's last token is computed, and so are those that the window of the first
     event captures. See `footprint_of`; the job names its policy.
+
+    Args:
+        sizes: tokens per superblock of full attention, and of all groups' largest.
     """
     name, last = job.extra_args["kv_policy"], len(job.prompt)
     if name != "none":
         if parse(name).measures_tokens:
             return 0
-        events = footprint_of(values, job).events
+        events = footprint_of(values, job, sizes[0]).events
         last = min(events.next_event(1) - events.window_tokens, last)
-    return (last - 1) // BLOCK * BLOCK
+    return (last - 1) // sizes[1] * sizes[1]
 
 
 def config_of(values: dict[str, Any]) -> KVPolicyConfig:

@@ -149,16 +149,20 @@ class Selector:
     ) -> Row:
         group = self.decoder.num_q_heads // self.decoder.num_heads
         keys = seen.keys[layer, head].numpy().astype(np.float64)[held]
-        shape = (group, self.window, len(held))
-        probs = np.zeros(shape)
+        probs = np.zeros((group, self.window, len(held)))
+        # Logits of learned sinks, where the model has any.
+        none = np.full((self.decoder.num_layers, self.decoder.num_q_heads), -np.inf)
+        sinks = getattr(self.decoder, "sinks", none)
         for member in range(group):
             queries = seen.queries[layer, head * group + member].numpy()
             for step in range(self.window):
                 position = end - self.window + step
                 logits = keys @ queries[position].astype(np.float64)
                 logits = np.where(held > position, -np.inf, logits)
-                weight = np.exp((logits - logits.max()) * self.decoder.scale)
-                probs[member, step] = weight / weight.sum()
+                most = logits.max() * self.decoder.scale
+                weight = np.exp(logits * self.decoder.scale - most)
+                beside = np.exp(sinks[layer, head * group + member] - most)
+                probs[member, step] = weight / (weight.sum() + beside)
         return Row(held, probs.mean(1), probs[:, -1])
 
     def score(self, rows: list[Row], head: int) -> np.ndarray:

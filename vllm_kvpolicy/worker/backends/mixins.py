@@ -99,6 +99,13 @@ class KVPolicyMetadataBuilderMixin:
             )
         return built
 
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
+        """Build the metadata of a pass of layers that draft; see the stock builder."""
+        runtime = getattr(self._first_layer, "kv_policy_runtime", None)
+        if runtime is not None:
+            runtime.draft(draft_index)
+        return super().build_for_drafting(common_attn_metadata, draft_index)
+
     def folded_layer(self, built: Any, batch: FoldedBatch, **changes: Any) -> Any:
         """Return stock metadata of one layer over a folded batch.
 
@@ -168,7 +175,7 @@ class KVPolicyImplMixin:
         runtime = getattr(layer, "kv_policy_runtime", None)
         attend = super().forward
         folded = getattr(attn_metadata, "kv_policy_folded", None)
-        if runtime is not None:
+        if runtime is not None and key is not None:  # none where it reads others'
             runtime.observe(layer.kv_policy_index, query, key, value)
         if runtime is None or folded is None:
             kept = (query, key, value, kv_cache, attn_metadata, output)

@@ -17,6 +17,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.kernels.page_bounds import best_pages, page_bounds
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.protocol import CompactEvent
+from vllm_kvpolicy.sizes import own_shape
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch, fold_order, fold_starts
@@ -115,9 +116,10 @@ class PageSelection:
         return cls(quest, names, requests, pool, layer.num_heads // layer.num_kv_heads)
 
     @staticmethod
-    def page_bytes(config: KVPolicyConfig, model_config: Any) -> int:
+    def page_bytes(config: KVPolicyConfig, vllm_config: Any) -> int:
         """Return the bytes that the bounds of one page take, 0 without a selection."""
-        bytes_of_key = model_config.get_head_size() * model_config.dtype.itemsize
+        itemsize = vllm_config.model_config.dtype.itemsize
+        bytes_of_key = own_shape(vllm_config).head_size * itemsize
         return 2 * bytes_of_key if selecting(config) else 0
 
     def update(
