@@ -44,7 +44,8 @@ MEASURED_DRAFTS = named("speculative decoding with what measures")
 MEASURED_STATES = named("beside layers with a state")
 NGRAM = SimpleNamespace(method="ngram")
 OTHER_FITTED = named("sliding window or a state, with a policy")
-OTHER_DRAFTED = named("speculative decoding with layers")
+DRAFTED_STATES = named("speculative decoding with layers")
+DRAFTER_BESIDE_WINDOWS = named("MTP and EAGLE with sliding")
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
 WINDOW = {"model_config.hf_text_config.sliding_window": 48}
 FOPE, SPLIT = named("Fourier"), named("heads with a rotated")
@@ -151,7 +152,8 @@ TRIGGERS = {
     "full attention in several KV cache groups": layers(*[FULL] * 3, *[SLIDING] * 2),
     named("quest.* with sliding"): MIXED | policy("tova+quest"),
     OTHER_FITTED: MIXED | FILE,
-    OTHER_DRAFTED: MIXED | DRAFTS,
+    DRAFTED_STATES: HYBRID | DRAFTS,
+    DRAFTER_BESIDE_WINDOWS: MIXED | drafter(),
     "dual chunk attention": text(dual_chunk_attention_config={"chunk_size": 64}),
     FOPE: EXPECTED | {ROPE_PARAMETERS: {"rope_type": "default", "use_fope": True}},
     SPLIT: EXPECTED | text(qk_rope_head_dim=16),
@@ -163,7 +165,6 @@ TRIGGERS = {
     SINK_WEIGHING: GPT_OSS | policy("tova", allow=["ams-rkv"]),
     "per-head lengths with learned sinks": GPT_OSS | RAGGED,
     "tensor parallelism with learned sinks": GPT_OSS | parallel(tensor_parallel_size=2),
-    "speculative decoding with learned sinks": GPT_OSS | DRAFTS,
     "LoRA adapters with learned sinks": {**GPT_OSS, "lora_config": SET},
     "weight transfer with learned sinks": {**GPT_OSS, "weight_transfer_config": SET},
     "FP8 KV caches with learned sinks": GPT_OSS | FP8,
@@ -515,4 +516,4 @@ def test_all_that_does_not_take_learned_sinks_is_told_at_once(policy_config):
     changes |= policy("hard-snapkv")  # weighs itself, with per-head lengths
     found = refusals(Overlay(policy_config, changes))
     assert found == [line for name in names for line in expected(name)]
-    assert len(found) == 7
+    assert len(found) == 6

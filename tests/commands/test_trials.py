@@ -47,11 +47,16 @@ def config(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**{**values, **changes})
 
 
-def mixed() -> SimpleNamespace:
+def mixed(larger: int = 1) -> SimpleNamespace:
     text = SimpleNamespace(
         layer_types=list(trials.KINDS), model_type="gemma3_text", sliding_window=48
     )
-    return SimpleNamespace(hf_text_config=text)
+    shapes = [SimpleNamespace(head_size=32 * size) for size in (1, larger)]
+    return SimpleNamespace(
+        hf_text_config=text,
+        model_arch_config=shapes,
+        get_num_kv_heads=lambda parallel, shape: 2,
+    )
 
 
 USES: dict[str, dict[str, Any]] = {
@@ -59,6 +64,7 @@ USES: dict[str, dict[str, Any]] = {
         "cache_config": SimpleNamespace(cache_dtype="fp8_e4m3", sliding_window=None)
     },
     "windows": {"model_config": mixed()},
+    "heads": {"model_config": mixed(2)},
     "states": {
         "model_config": SimpleNamespace(
             hf_text_config=SimpleNamespace(
@@ -128,7 +134,7 @@ def test_what_is_remembered_adds_up_and_survives_a_broken_file(cache: Path) -> N
 @pytest.mark.parametrize(
     ("platform", "name", "dtypes"),
     [
-        ("cpu", "windows", ["float32"]),
+        ("cpu", "heads", ["float32"]),
         ("cuda", "windows", ["float32", "bfloat16"]),
         ("cuda", "flashinfer", ["bfloat16"]),
     ],
@@ -177,7 +183,7 @@ def test_only_what_passes_is_remembered(
     [
         ([], "expected a MODEL, a URL or --feature, one of them"),
         (["x", "--feature", "fp8"], "expected a MODEL, a URL or --feature"),
-        (["--feature", "fp9"], "got fp9, expected on a CPU one of fp8, windows, sinks"),
+        (["--feature", "fp9"], "got fp9, expected on a CPU one of fp8, windows, heads"),
         (["--feature", "ngram"], "got ngram, expected on a CPU one of fp8, windows,"),
         (["--feature", "fp8", "--dtype", "bfloat16"], "leave them out with --feature"),
         (["--feature", "fp8", "--kv-policy", "tova"], "leave them out with --feature"),

@@ -255,6 +255,27 @@ def test_prompts_from_the_prefix_cache(
     assert all(hits[f"c{number}"] >= 2 * BLOCK for number in range(3))
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_31b", "gpt_oss"])
+@pytest.mark.parametrize("policy", ["ams-tova", "snapkv"])
+def test_beside_windows(folders, tmp_path: Path, kind: str, policy: str) -> None:
+    """And learned sinks; with room, and where requests wait for it."""
+    values = {"policy": policy, **VALUES, "budget": 160, "prefill_interval": 384}
+    jobs, drafting = jobs_of((40, 150, 300, 600)), {"speculative_config": SPECULATION}
+    sizes = {"max_num_batched_tokens": 96, "max_model_len": 832}
+    sizes["enable_prefix_caching"] = True
+    plain, _ = run(folders(kind), values, jobs, trace=tmp_path / "plain", **sizes)
+    tight = {**drafting, **sizes, "num_blocks": 96 if kind == "gemma3" else 60}
+    for number, changes in enumerate(({**drafting, **sizes}, tight)):
+        trace = tmp_path / str(number)
+        found, drafts = run(folders(kind), values, jobs, trace=trace, **changes)
+        assert found.tokens == plain.tokens and not found.preemptions
+        assert sum(drafts.accepted.values()) > 5 and drafts.count > 400
+        for name, result in found.results.items():
+            kept = [e.survivors.tolist() for e in result.events]
+            assert kept == [e.survivors.tolist() for e in plain.results[name].events]
+    assert found.counters["events"] > 8
+
+
 ADMISSIONS = ("wgkv", "wgkv+snapkv", "kvzap", "duo")
 DECIDING = [
     (ADMISSIONS, False, SPECULATION),

@@ -11,9 +11,8 @@ import transformers
 
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 from vllm_kvpolicy.commands.trials import (
-    NUM_TOKENS,
     TRIALS,
-    WINDOW,
+    gemma4,
     make_lfm2,
     sizes,
     write,
@@ -96,37 +95,17 @@ def _qwen3_next() -> Any:
     )
 
 
-def _gemma4(pattern: str, **changes: Any) -> Any:
-    """Return the configuration of a Gemma 4 with a layer for each letter, w or f."""
-    windowed = "sliding_attention"
-    whole = {**QUARTER, "rope_type": "proportional", "rope_theta": 1e6}
-    given = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": NUM_TOKENS,
-        **changes,
-    }
-    return transformers.Gemma4TextConfig(
-        num_hidden_layers=len(pattern),
-        layer_types=[windowed if each == "w" else FULL for each in pattern],
-        sliding_window=WINDOW,
-        global_head_dim=64,
-        rope_parameters={windowed: ROPE, FULL: whole},
-        **sizes(tie_word_embeddings=True, **given),
-    )
-
-
 def _gemma4_31b() -> Any:
     """Return one whose full attention keeps half as much of a token as its windows."""
     heads = {"num_key_value_heads": 8, "num_global_key_value_heads": 2}
-    return _gemma4("wwfwwf", num_attention_heads=8, attention_k_eq_v=True, **heads)
+    return gemma4("wwfwwf", 32, num_attention_heads=8, **heads)
 
 
 def _gemma4_e2b() -> Any:
     """Return one whose full attention keeps twice as much, for later layers, too."""
     shared = {"num_kv_shared_layers": 4, "hidden_size_per_layer_input": 16}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    return _gemma4("wwfwwfwwwf", **heads, **shared)
+    return gemma4("wwfwwfwwwf", 32, attention_k_eq_v=False, **heads, **shared)
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {

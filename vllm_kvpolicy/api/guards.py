@@ -19,6 +19,7 @@ from vllm_kvpolicy.sizes import (
     FULL,
     SLIDING,
     STATE,
+    kv_heads,
     layer_kinds,
     other_groups,
     own_shape,
@@ -212,6 +213,11 @@ DECIDING |= {"granite_swa", "granitemoe_swa", "muse_glimmer"}
 
 def mixes_windows(config: Any) -> bool:
     return {FULL, SLIDING} <= set(layer_kinds(config))
+
+
+def has_two_sizes(config: Any) -> bool:
+    """Return whether layers with a window have other heads than full attention."""
+    return mixes_windows(config) and kv_heads(config) != kv_heads(config, SLIDING)
 
 
 def has_states(config: Any) -> bool:
@@ -508,9 +514,14 @@ REFUSALS = (
         "choose another policy: no file was made or tested for such a model",
     ),
     Refusal(
-        "speculative decoding with layers that have a sliding window or a state",
-        all_of(any_of(mixes_windows, has_states), speculates),
+        "speculative decoding with layers that have a state",
+        all_of(has_states, speculates),
         "leave out --speculative-config",
+    ),
+    Refusal(
+        "MTP and EAGLE with sliding-window layers or learned sinks",
+        all_of(drafts_in_layers, any_of(mixes_windows, has_sinks)),
+        'set "method": "ngram" or "suffix" in --speculative-config',
     ),
     Refusal(
         "layers other than full attention, sliding windows and states",
@@ -661,11 +672,6 @@ REFUSALS = (
         "choose policies whose heads keep equal numbers of tokens, also in `allow`",
     ),
     one_only("tensor parallelism with learned sinks", "tensor_parallel", has_sinks),
-    Refusal(
-        "speculative decoding with learned sinks",
-        all_of(has_sinks, speculates),
-        "leave out --speculative-config",
-    ),
     Refusal(
         "LoRA adapters with learned sinks",
         all_of(has_sinks, has_adapters),

@@ -407,7 +407,9 @@ class Entry:
         first_event = state.first_event - slack  # as soon as it may come
         num_before = min(first_event - end + 1, shared.until - self.forecast.step)
         levels[: max(num_before, 0)] -= shared.loose
-        if self._others.count:
+        if self._others.count and self.num_drafts:  # it may be ahead, or behind
+            levels += self._others.most_blocks(last, 1 + self.num_drafts)
+        elif self._others.count:
             beside = self.manager.others.held(request.request_id)
             levels += window_levels(self._others, positions, beside)
         levels = np.pad(levels, (0, self.late_steps), "edge")

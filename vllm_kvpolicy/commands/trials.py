@@ -15,6 +15,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     Lfm2Config,
     Qwen3Config,
@@ -53,6 +54,43 @@ def make_gemma3(
         **sizes(num_key_value_heads=num_kv_heads),
     )
     return write(path, config, seed, norms=0.7)  # Gemma adds one
+
+
+def gemma4(pattern: str, head_dim: int, **changes: Any) -> Any:
+    """Return the configuration of a Gemma 4 with a layer for each letter, w or f.
+
+    Heads of layers with a window, w, are half as large as those of full attention, f.
+
+    Args:
+        head_dim: of layers with a window.
+    """
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
+    given = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": NUM_TOKENS,
+        "tie_word_embeddings": True,
+        "attention_k_eq_v": True,
+        **changes,
+    }
+    return Gemma4TextConfig(
+        num_hidden_layers=len(pattern),
+        layer_types=[KINDS["wf".index(each)] for each in pattern],
+        sliding_window=WINDOW,
+        global_head_dim=2 * head_dim,
+        rope_parameters={KINDS[0]: rope, KINDS[1]: {**whole, "rope_theta": 1e6}},
+        **sizes(head_dim=head_dim, **given),
+    )
+
+
+def make_gemma4(path: Path | str, seed: int = 3) -> Path:
+    """Write a Gemma 4 with heads of 256 and 512 channels, float32; return its folder.
+
+    Full attention keeps half as much of a token as layers with a window.
+    """
+    heads = {"num_key_value_heads": 4, "num_global_key_value_heads": 1}
+    return write(path, gemma4("wwfwwf", 256, **heads), seed, norms=0.7)
 
 
 def make_gpt_oss(path: Path | str, seed: int = 3) -> Path:
@@ -204,7 +242,8 @@ TRIALS = {
     "fp8": Trial(
         settings={"kv_cache_dtype": "fp8"}, kinds=Kinds(has_stock=False, is_ragged=True)
     ),
-    "windows": Trial(make_gemma3, kinds=WITH_STOCK),
+    "windows": Trial(make_gemma3),
+    "heads": Trial(make_gemma4),
     "sinks": Trial(make_gpt_oss, kinds=WITH_STOCK),
     # vLLM's kernel for CPUs rotates queries of this shape by wrong positions.
     "states": Trial(

@@ -116,7 +116,7 @@ GROUPS = {
     "runner": _ours("features:check_runner", **IEEE),
     **{
         name: _ours("features:check_trial", name, **IEEE)
-        for name in ("fp8", "windows", "sinks", "ngram")
+        for name in ("fp8", "windows", "heads", "sinks", "ngram")
     },
 }
 
