@@ -60,7 +60,7 @@ def test_a_policy_that_moves_is_checked_as_one() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["windows", "sinks", "ngram", pytest.param("fp8", marks=needs_float8)],
+    ["windows", "heads", "sinks", "ngram", pytest.param("fp8", marks=needs_float8)],
 )
 def test_a_feature_that_works(name: str) -> None:
     """Drafts as well, whose second engine starts as on a GPU, see `keep_kernels`."""
@@ -69,7 +69,8 @@ def test_a_feature_that_works(name: str) -> None:
         assert check.result == PASSED and check.name.startswith("float32, "), check
         states.append(check.result)
     # Heads of own lengths are moved, too; drafts are counted, and FP8's beginnings.
-    assert len(states) == {"ngram": 12, "fp8": 11}.get(name, 7)
+    counts = {"ngram": 12, "fp8": 11, "windows": 10, "heads": 10}
+    assert len(states) == counts.get(name, 7)
 
 
 @pytest.mark.parametrize(
