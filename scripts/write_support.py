@@ -72,7 +72,8 @@ def _models() -> list[str]:
         f"**{served} of the {total} text models ({served / total:.0%})** in "
         "[vLLM's recipes](https://github.com/vllm-project/recipes) of August 2026 have "
         "layers of kinds that tests serve on a CPU, with small models made for them; "
-        "the text part of multimodal ones counts. Released weights were not served.",
+        "the text part of multimodal ones counts (`--language-model-only`). Released "
+        "weights were not served, and a model may differ in what its kind leaves open.",
         "",
         "| layers | models | evidence |",
         "|---|---|---|",

@@ -240,9 +240,9 @@ def cuda_attention_backend(
     """Return the name of the backend to use on this machine's NVIDIA GPU.
 
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
-    numbers, where vLLM has them; else Triton. It alone reads FP8 caches with queries
-    that are not FP8 and heads of more than 256 channels (Gemma 4), and FlashAttention 2
-    knows no learned sinks.
+    numbers, where vLLM has them; else Triton. Of these it alone reads FP8 caches with
+    queries that are not FP8 and heads of more than 256 channels (Gemma 4), and
+    FlashAttention 2 knows no learned sinks.
 
     Args:
         model: its config.json.

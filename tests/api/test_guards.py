@@ -171,7 +171,7 @@ TRIGGERS = {
     OTHER_KINDS: {LAYER_TYPES: CHUNKED},
     UNNAMED_STATES: model(is_hybrid=True),
     STATES_ALONE: STATES,
-    "FlashInfer with layers that have a state": (
+    named("FlashInfer with layers"): (
         HYBRID | attention(backend=SimpleNamespace(name="FLASHINFER"))
     ),
     MEASURED_STATES: HYBRID | policy("tova", allow=["ams-epikv"]),

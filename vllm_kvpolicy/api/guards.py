@@ -554,13 +554,18 @@ REFUSALS = (
         "attend",
     ),
     Refusal(
-        "FlashInfer with layers that have a state",
-        all_of(has_states, lambda config: FLASHINFER in backends(config)),
+        "FlashInfer with layers that have a state, or heads of two sizes",
+        all_of(
+            lambda config: FLASHINFER in backends(config),
+            any_of(has_states, has_two_sizes),
+        ),
         "leave out --attention-backend: their superblocks are too large for it",
     ),
     Refusal(
         "keys of the prefix cache for less than a superblock",
-        all_of(has_states, given("cache_config.prefix_match_unit")),
+        all_of(
+            any_of(has_states, mixes_windows), given("cache_config.prefix_match_unit")
+        ),
         "leave out --prefix-match-unit",
     ),
     Refusal(

@@ -281,7 +281,9 @@ class KVPolicyManager(FullAttentionManager):
             return
         given = request, num_tokens, retention_interval
         options = {"replay_boundaries": replay_boundaries}
-        self.offers[0].offer(request_id, super().cache_blocks, *given, **options)
+        # Not FullAttentionManager's, which offers a superblock that is full in part.
+        stock = super(FullAttentionManager, self).cache_blocks
+        self.offers[0].offer(request_id, stock, *given, **options)
 
     def withdraw(self, request_id: str) -> None:
         """Take out of the prefix cache what a request was about to compute."""

@@ -333,6 +333,8 @@ class KVPolicySchedulerMixin(CountingMixin):
         # With asynchronous scheduling, drafts count as computed until they are not.
         is_verified = not self.num_spec_tokens or request.num_output_placeholders < 2
         count = planner.clip(request.request_id, computed, num_new_tokens, is_verified)
+        if not (count or is_verified):  # it waits for its drafts, not for new ones
+            request.spec_token_ids = []
         if count > 0:
             if is_running:
                 count = entry.allowed(request, computed, count, self._victim)

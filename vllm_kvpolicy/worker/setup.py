@@ -272,6 +272,11 @@ class WorkerSetup:
         """
         caches = [layer.kv_cache for layer in self.layers]
         pool = PagePool(caches, keys_are_columns, Float8.of_layers(self.layers))
+        if pool.block_size != self.requests.block_size:
+            raise RuntimeError(
+                f"KV caches: got pages of {pool.block_size} tokens, expected "
+                f"{self.requests.block_size}: this attention backend splits superblocks"
+            )
         for index, layer in enumerate(self.layers):
             check_layout(layer, pool, index)
         for capture in self.captures:

@@ -122,8 +122,8 @@ class Simulation:
         planner = self.scheduler.kv_policy_planner
         clip = planner.clip
 
-        def counting(request_id: str, computed: int, num_new: int) -> int:
-            allowed = clip(request_id, computed, num_new)
+        def counting(request_id: str, computed: int, num_new: int, *sure: bool) -> int:
+            allowed = clip(request_id, computed, num_new, *sure)
             self.totals["clips"] += 0 < allowed < num_new
             self.totals["sit-outs"] += allowed == 0 < num_new
             return allowed
