@@ -239,6 +239,10 @@ BLOCKS = [SimpleNamespace(attention=group) for group in GROUPS]
 KINDS = [SLIDING, FULL]
 # Further ways to switch a feature on.
 MORE_TRIGGERS = [
+    (
+        "keys of the prefix cache for less than a superblock",
+        MIXED | cache(prefix_match_unit=16),
+    ),
     ("sliding windows in every layer", cache(sliding_window=512)),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),

@@ -3,6 +3,7 @@
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +72,17 @@ def test_layers_of_two_head_sizes(policy_config, changes, sizes):
     assert bool(unlike) == (sizes is None)
     if sizes:
         assert (own_block_size(config), other_groups(config).block_size) == sizes
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_flashinfer_is_refused_beside_heads_of_two_sizes(policy_config, size):
+    """Superblocks of the smaller heads have more tokens than its kernels take."""
+    backend = {"attention_config.backend": SimpleNamespace(name="FLASHINFER")}
+    config = Overlay(gemma4(policy_config, global_head_dim=size), backend)
+    refused = any(
+        each.startswith("FlashInfer with layers") for each in refusals(config)
+    )
+    assert refused == (size != 32)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What only a loaded model tells is refused with the names of policies and options."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from support.calibration_files import options_for
 from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.base import Policy
 from vllm_kvpolicy.policies.model_files import ModelShape
-from vllm_kvpolicy.worker.setup import refused_for, rope_for
+from vllm_kvpolicy.worker.setup import WorkerSetup, refused_for, rope_for
 
 NAMES = ("expected", "ams-tova", "rkv", "ams-expected", "epikv")
 
@@ -35,6 +37,16 @@ def test_pairs_that_a_policy_cannot_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=match):
         rope_for(policies, model, [layer])
     assert rope_for({"rkv": policies["rkv"]}, model, [layer]) is None
+
+
+def test_an_attention_backend_that_splits_superblocks() -> None:
+    """The scheduler's tables would name other tokens than the kernels read."""
+    layer = SimpleNamespace(kv_cache=torch.zeros(3, 2, 16, 8), kv_cache_dtype="auto")
+    setup: Any = SimpleNamespace(
+        layers=[layer], requests=SimpleNamespace(block_size=32)
+    )
+    with pytest.raises(RuntimeError, match="got pages of 16 tokens, expected 32"):
+        WorkerSetup.bind(setup, keys_are_columns=False)
 
 
 def test_other_policies_are_not_named() -> None:
