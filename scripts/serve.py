@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from setup_env import ROOT, VENV, choose_lock
 
@@ -32,11 +33,6 @@ PIECE = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|(?<![^\s=])\{""", re.DOTALL
 ELSEWHERE = ("--download-dir", "--revision", "--load-format", "--hf-config-path")
 # Keys of a policy that are variables of make, unless they are among ARGS.
 VARIABLES = {"kv_policy": "POLICY", "budget": "BUDGET", "interval": "INTERVAL"}
-# Where ARGS have one of these, they may not go with a budget that the pool decides.
-OWN_EVENTS = (
-    *("--kv-events", "--kv-policy-config", "--kv-recent", "--kv-sinks"),
-    *("--additional-config", "--config"),
-)
 # By the first word of a policy: a key, and the file that the packaged model has for it.
 GATES = {
     "wgkv": ("wgkv_gates", "reasoner/gates/wgkv-0.16.safetensors"),
@@ -145,12 +141,30 @@ def choose_budget(options: argparse.Namespace) -> None:
     from vllm_kvpolicy.config import KVPolicyConfig
 
     given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
-    if options.budget or not has_policy(options) or given & {*OWN_EVENTS}:
+    has_file = given & {"--additional-config", "--config"}
+    if options.budget or not has_policy(options) or has_file:
         return
-    values = {"policy": options.policy, "interval": MAX_MODEL_TOKENS}
-    with suppress(ValueError):  # no such policy, or one that keeps all or prompts
-        KVPolicyConfig.from_dict({**values, "budget": "auto"})
-        options.budget = "auto"
+    values = {"policy": options.policy, "interval": MAX_MODEL_TOKENS, "budget": "auto"}
+    # No such policy, one that keeps all or prompts, or ARGS that take a number.
+    with suppress(ValueError):
+        if KVPolicyConfig.from_dict({**values, **values_among(options.extra)}).is_auto:
+            options.budget = "auto"
+
+
+def values_among(extra: list[str]) -> dict[str, Any]:
+    """Return the plain form of a policy's arguments among those for vLLM.
+
+    Raises:
+        ValueError: a bad one.
+    """
+    from vllm_kvpolicy.api.cli import add_arguments, given_values
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser)
+    try:
+        return given_values(vars(parser.parse_known_args(extra)[0]))
+    except argparse.ArgumentError as error:
+        raise ValueError(f"ARGS: {error}") from None
 
 
 def choose_gates(options: argparse.Namespace) -> None:
@@ -169,7 +183,6 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
     Raises:
         ValueError: naming the variable of make or the key, the value and what is valid.
     """
-    from vllm_kvpolicy.api.cli import add_arguments, given_values
     from vllm_kvpolicy.compat import BLOCK_TOKENS
     from vllm_kvpolicy.config import KVPolicyConfig
 
@@ -180,12 +193,7 @@ def check_policy(options: argparse.Namespace, device: str) -> None:
         )
     numbers = {"budget": options.budget or None, "interval": options.interval}
     values = {k: int(v) if v and v.isdigit() else v for k, v in numbers.items()}
-    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
-    add_arguments(parser)
-    try:
-        extra = given_values(vars(parser.parse_known_args(options.extra)[0]))
-    except argparse.ArgumentError as error:
-        raise ValueError(f"ARGS: {error}") from None
+    extra = values_among(options.extra)
     try:
         config = KVPolicyConfig.from_dict({"policy": options.policy, **values, **extra})
         if not any(word.startswith("--block-size") for word in options.extra):

@@ -88,12 +88,27 @@ def test_what_the_budget_has_no_room_for_is_said():
     found = request.hints_of(300, N)
     kept, missed = ((10, 20), (60, 100), (200, 202)), ((202, 210),)
     assert found == Hints(kept, missed=missed)
-    assert found.said()["missed"] == [[202, 210]]
+    assert found.said(300)["missed"] == [202, 210]
+    said = {"keep": [10, 20, 60, 90], "drop_first": [], "missed": [90, 100, 202, 210]}
+    assert Hints(kept[:2], missed=missed).said(90) == said
     part = request.hinted.fitted(70, 12)
     assert part == Hints(((10, 20), (60, 82)), missed=((82, 100), (200, 210)))
     assert request.hinted.fitted(0, 0) == Hints(
         missed=((10, 20), (60, 100), (200, 210))
     )
+
+
+def test_what_is_pinned_does_not_go_first():
+    """Nor do sinks; ranges behind the last token wait for tokens that never come."""
+    request = server().with_request(
+        {"kv_drop_first": [2, 90, 400, 500], "kv_pin": 70}, N
+    )
+    found = request.hints_of(300, N)
+    assert found == Hints(drop_first=((70, 90), (400, 500)), missed=((2, 70),))
+    said = {"keep": [], "drop_first": [70, 90], "missed": [2, 70, 400, 500]}
+    assert found.said(320) == said
+    sinks = server().with_request({"kv_drop_first": [2, 90]}, N).hints_of(300, N)
+    assert sinks == Hints(drop_first=((4, 90),), missed=((2, 4),))
 
 
 def test_marks_lie_on_true_positions():

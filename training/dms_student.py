@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Parameter
 
-from training.model import Base, Student, hidden, weighed
+from training.model import Base, Student, hidden
 from training.visibility import settled
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights, decision_logits
 from vllm_kvpolicy.kernels.rope import Rope
@@ -148,6 +148,11 @@ class Dropping(Student):
     fade: float | None = None
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def always(self) -> tuple[int, int]:
+        """The window, in which a query sees itself, too; no sinks."""
+        return self.settings.window + 1, 0
+
     def enter(self, layer: int, hidden: torch.Tensor) -> None:
         """Compute the adapter's logits, if there is one."""
         if self.weights is not None:
@@ -159,10 +164,10 @@ class Dropping(Student):
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return queries without borrowed channels, and the logit that decides per key.
+        """Return queries without borrowed channels, and the log weights of the keys.
 
-        This is the next token's logit, with noise if there is any. The last key has
-        minus infinity.
+        The next token's logit decides, with noise if there is any. The last key, which
+        has no next one, is kept.
         """
         if self.weights is None:
             fade = self.fade or 0.0
@@ -174,14 +179,10 @@ class Dropping(Student):
         logits = self.logits[layer]
         if self.noise is not None:
             logits = (logits + self.noise[layer]) / self.settings.temperature
-        return query, F.pad(logits[..., SHIFT:], (0, SHIFT), value=-torch.inf)
-
-    def bias(self, known: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Return the bias on the logits of queries [Q]; see `Student`."""
-        window = self.settings.window + 1
+        deciding = F.pad(logits[..., SHIFT:], (0, SHIFT), value=-torch.inf)
         if self.noise is not None:
-            return weighed(F.logsigmoid(-known), window, 0, queries)
-        return hidden(known <= self.least, window, 0, queries)
+            return query, F.logsigmoid(-deciding)
+        return query, hidden(deciding <= self.least)
 
     def keep(self) -> torch.Tensor:
         """Return the keep bits [L, B, H, T] of the pass, as in a server."""

@@ -7,12 +7,12 @@ section 3. Deviations: an explicit bias on blocks of queries.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from training.visibility import visible, visible_until
@@ -20,13 +20,20 @@ from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.admissions.wgkv import FLAVOURS
 
 NAME = "kvpolicy_student"  # of the attention function, in transformers
-BLOCK = 512  # queries whose attention weights are in memory at once
+BLOCK = 128  # queries whose attention weights are in memory at once
+CHANNELS = 8  # added to a head for the log weight, as fused kernels like them
+HIDDEN = -1e4  # log weight of a key that is not seen, as a finite number
 # RoPE whose frequencies do not depend on the sequence length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Student(ABC):
     """One forward pass in which queries see less than in the teacher's."""
+
+    @property
+    @abstractmethod
+    def always(self) -> tuple[int, int]:
+        """Newest tokens that every query sees, itself included, and first ones."""
 
     def enter(self, layer: int, hidden: torch.Tensor) -> None:
         """Receive the residual stream [B, T, d] before a layer's input norm."""
@@ -36,27 +43,15 @@ class Student(ABC):
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a layer's queries and what `bias` needs to know about its keys.
+        """Return a layer's queries, and what is left of each key outside the window.
 
         Args:
             query: [B, Hq, T, D], after RoPE.
             key: [B, H, T, D], after RoPE.
 
         Returns:
-            The queries, possibly changed, and one number per key, [B, H, T]; None if
-            queries see all keys.
-        """
-
-    @abstractmethod
-    def bias(self, known: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Return the bias that is added to the attention logits of some queries.
-
-        Args:
-            known: [..., T], from `prepare`; may end after the last of the queries.
-            queries: [Q] integers, positions.
-
-        Returns:
-            [..., Q, T] float32.
+            The queries, possibly changed, and log weights [B, H, T] float32, see
+            `weighed`; None if queries see all keys.
         """
 
     @abstractmethod
@@ -70,7 +65,8 @@ def weighed(
     """Return a bias: each key's log weight outside the window, 0 inside and for sinks.
 
     Args:
-        log_weights: [..., T] float32.
+        log_weights: [..., T] float32; minus infinity hides a key. May end after the
+            last of the queries.
         window: tokens that every query sees, itself included.
         sinks: first tokens that every query sees.
         queries: [Q] integers, positions.
@@ -86,12 +82,125 @@ def weighed(
     return bias.masked_fill(~causal, -torch.inf)
 
 
-def hidden(
-    keep: torch.Tensor, window: int, sinks: int, queries: torch.Tensor
-) -> torch.Tensor:
-    """Return a bias that hides keys outside the window unless `keep` [..., T]."""
-    seen = visible(visible_until(keep, window, sinks=sinks), queries)
-    return torch.zeros_like(seen, dtype=torch.float32).masked_fill_(~seen, -torch.inf)
+def hidden(keep: torch.Tensor) -> torch.Tensor:
+    """Return the log weights [..., T] float32 of keys that are kept or not at all."""
+    return torch.zeros(keep.shape, device=keep.device).masked_fill(~keep, -torch.inf)
+
+
+class WeighedAttention(torch.autograd.Function):
+    """Causal attention in which keys outside the window have weights; see `weighed`.
+
+    A block of queries attends to each key up to twice: as one of its newest, and as
+    one outside its window, whose log weight stands in a channel of its own. Which of
+    the two a query sees is a mask without a gradient, so fused kernels serve the
+    forward pass; the backward pass computes a block's attention weights by formula.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_weights: torch.Tensor,
+        always: tuple[int, int],
+        scaling: float,
+    ) -> torch.Tensor:
+        """Return [B, Hq, T, D].
+
+        Args:
+            query, key, value, scaling: see `attention`; of one dtype.
+            log_weights, always: see `Student`.
+        """
+        (window, sinks), size = always, query.shape[-1]
+        weight = log_weights.clamp(min=HIDDEN).to(key.dtype)
+        weight[..., :sinks] = 0
+        asking, newest, older, values = (
+            F.pad(t, (0, CHANNELS)) for t in (query, key, key, value)
+        )
+        asking[..., size], older[..., size] = 1 / scaling, weight
+        parts = []
+        for rows in _blocks(query):
+            near = slice(max(0, rows.start - window + 1), rows.stop)
+            far = slice(max(0, rows.stop - window))
+            at = torch.arange(rows.stop, device=key.device)
+            first = _places(rows, key)[:, None] - window + 1  # of each query's newest
+            seen = (at[near] >= first) & (at[near] <= _places(rows, key)[:, None])
+            part = F.scaled_dot_product_attention(
+                asking[:, :, rows],
+                torch.cat([newest[:, :, near], older[:, :, far]], 2),
+                torch.cat([values[:, :, near], values[:, :, far]], 2),
+                attn_mask=torch.cat([seen, at[far] < first], 1),
+                scale=scaling,
+                enable_gqa=True,
+            )
+            parts.append(part[..., :size])
+        out = torch.cat(parts, 2)
+        ctx.save_for_backward(query, key, value, log_weights, out)
+        ctx.always, ctx.scaling = always, scaling
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, given: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of the tensors that `forward` takes."""
+        query, key, value, log_weights, out = ctx.saved_tensors
+        by_query = torch.empty_like(query)
+        by_key, by_value = (
+            torch.zeros_like(t, dtype=torch.float32) for t in (key, value)
+        )
+        by_weight = torch.zeros_like(log_weights)
+        shared = (given.float() * out.float()).sum(-1)
+        window, sinks = ctx.always
+        for rows in _blocks(query):
+            seen = slice(rows.stop)
+            grouped = _grouped(query[:, :, rows], key)
+            logits = _rows(grouped * ctx.scaling) @ key[:, :, seen].mT
+            places = _places(rows, key)
+            bias = weighed(log_weights[..., seen], window, sinks, places)
+            logits = logits.float().view(*grouped.shape[:-1], -1).add_(bias[:, :, None])
+            weights = logits.softmax(-1)
+            wanted = _rows(_grouped(given[:, :, rows], key))
+            by_value[:, :, seen] += _rows(weights.to(value.dtype)).mT @ wanted
+            change = (wanted @ value[:, :, seen].mT).float().view_as(weights)
+            change.sub_(_grouped(shared[:, :, rows, None], key)).mul_(weights)
+            outside = rows.stop - window  # keys that some of these queries weigh
+            if outside > sinks:
+                some = change[..., sinks:outside].sum(2)
+                at = torch.arange(sinks, outside, device=key.device)
+                inside = at > places[:, None] - window
+                by_weight[..., sinks:outside] += some.masked_fill(inside, 0).sum(-2)
+            change = _rows(change.to(query.dtype))
+            by_query[:, :, rows] = _per_head(change @ key[:, :, seen], query)
+            by_key[:, :, seen] += change.mT @ _rows(grouped)
+        scaled = (t.mul_(ctx.scaling).to(key.dtype) for t in (by_query, by_key))
+        return *scaled, by_value.to(value.dtype), by_weight, None, None
+
+
+def _blocks(query: torch.Tensor) -> Iterator[slice]:
+    """Yield the blocks of queries."""
+    for start in range(0, query.shape[2], BLOCK):
+        yield slice(start, min(start + BLOCK, query.shape[2]))
+
+
+def _grouped(of_queries: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return [B, H, G, Q, ...] of [B, Hq, Q, ...], by the heads of the keys."""
+    return of_queries.unflatten(1, (key.shape[1], -1))
+
+
+def _rows(grouped: torch.Tensor) -> torch.Tensor:
+    """Return [B, H, G * Q, ...], so that one product serves a KV head's queries."""
+    return grouped.flatten(2, 3)
+
+
+def _per_head(rows: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Return [B, Hq, Q, ...] of [B, H, G * Q, ...]."""
+    group = query.shape[1] // rows.shape[1]
+    return rows.unflatten(2, (group, -1)).flatten(1, 2)
+
+
+def _places(rows: slice, key: torch.Tensor) -> torch.Tensor:
+    """Return the positions of a block's queries."""
+    return torch.arange(rows.start, rows.stop, device=key.device)
 
 
 def attention(
@@ -124,40 +233,9 @@ def attention(
             query, key, value, is_causal=True, scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
-    num_tokens = query.shape[-2]
-    if num_tokens <= BLOCK:
-        out = _attend(query, key, value, known, student, scaling, 0)
-        return out.transpose(1, 2), None
-    parts = []
-    for start in range(0, num_tokens, BLOCK):
-        stop = min(start + BLOCK, num_tokens)
-        seen = (t[:, :, :stop] for t in (key, value, known))
-        rows = query[:, :, start:stop]
-        # The backward pass recomputes attention weights instead of keeping them.
-        parts.append(
-            checkpoint(
-                _attend, rows, *seen, student, scaling, start, use_reentrant=False
-            )
-        )
-    return torch.cat(parts, 2).transpose(1, 2), None
-
-
-def _attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    known: torch.Tensor,
-    student: Student,
-    scaling: float,
-    start: int,
-) -> torch.Tensor:
-    """Attend from the queries at positions start, start + 1... to the given keys."""
-    positions = torch.arange(start, start + query.shape[-2], device=query.device)
-    bias = student.bias(known, positions).to(query.dtype)
-    bias = bias.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=bias, scale=scaling, enable_gqa=True
-    )
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves RoPE wide
+    out = WeighedAttention.apply(query, key, value, known, student.always, scaling)
+    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attention)

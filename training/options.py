@@ -52,7 +52,12 @@ def add_rows(
         help="train on problems of this repository's reasoner; MODEL must be a "
         "reasoner checkpoint",
     )
-    option(parser, "--length", int, length, "tokens per row")
+    option(parser, "--length", int, length, "tokens per row, at most")
+    parser.add_argument(
+        "--shortest",
+        type=int,
+        help="skip lines of .jsonl whose text has fewer tokens (default: --length)",
+    )
     told = "rows held out for validation"
     option(parser, "--validation-rows", int, validation_rows, told)
     parser.add_argument(
@@ -108,7 +113,9 @@ def rows_of(given: argparse.Namespace) -> Rows | ReasonerRows:
             raise ValueError("loss_on: got 'answers' with --reasoner, expected 'all'")
         model = Path(given.model)
         return read_reasoner(model, tokenizer, given.length, given.validation_rows)
-    maker = Maker(tokenizer, given.length, given.instruction, answers_only)
+    maker = Maker(
+        tokenizer, given.length, given.instruction, answers_only, given.shortest
+    )
     return read_rows(given.text, maker, given.validation_rows)
 
 
@@ -124,6 +131,8 @@ def words_of(given: argparse.Namespace) -> str:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         held_out = f"{given.validation_rows} rows held out"
         source = f"{given.text} {given.instruction!r}, sha256 {digest}, {held_out}"
+        if given.shortest is not None:
+            source += f", at least {given.shortest} tokens"
     loss = ", loss on answers" if given.loss_on == "answers" else ""
     return f"{given.model}, {source}, length {given.length}{loss}"
 

@@ -154,6 +154,7 @@ class Maker:
 
     Args:
         length: tokens of text per row, and most tokens of a conversation.
+        shortest: tokens that a line's text has at least; None for `length`.
         instruction: the user's message is this, then the text; "" for text alone.
         answers_only: the loss counts only in what the assistant says.
     """
@@ -162,9 +163,13 @@ class Maker:
     length: int
     instruction: str
     answers_only: bool = False
+    shortest: int | None = None
 
-    def of_text(self, text: str, most: int | None = None) -> list[Row]:
-        """Cut a text into rows, at most `most`; what is left at its end is skipped.
+    def of_text(self, text: str, only_first: bool = False) -> list[Row]:
+        """Cut a text into rows; what is left at its end is skipped.
+
+        Args:
+            only_first: the first row alone, which may be shorter, see `shortest`.
 
         Raises:
             ValueError: an instruction without a chat template, or no answers to count.
@@ -176,7 +181,10 @@ class Maker:
                 "instruction: the tokenizer has no chat template; pass --instruction ''"
             )
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
-        starts = range(0, len(ids) - self.length + 1, self.length)[:most]
+        if only_first:
+            least = self.length if self.shortest is None else self.shortest
+            return [self._wrapped(ids[: self.length])] if len(ids) >= least else []
+        starts = range(0, len(ids) - self.length + 1, self.length)
         return [self._wrapped(ids[start : start + self.length]) for start in starts]
 
     def of_chat(self, messages: Sequence[Message]) -> Row:
@@ -206,10 +214,10 @@ class Maker:
 def read_rows(path: Path, maker: Maker, num_validation: int) -> Rows:
     """Make rows from a text file; the last ones are for validation.
 
-    Each line of a `.jsonl` file is an object with `text` or `messages`. A text of at
-    least `length` tokens makes one row of its first `length` tokens; shorter ones are
-    skipped. Messages make one row of at most `length` tokens; it is skipped where the
-    loss counts nowhere in it. Any other file is one text, cut into rows.
+    Each line of a `.jsonl` file is an object with `text` or `messages`. A text makes
+    one row of its first `length` tokens; those below `shortest` are skipped. Messages
+    make one row of at most `length` tokens; it is skipped where the loss counts nowhere
+    in it. Any other file is one text, cut into rows.
 
     Raises:
         ValueError: a file that cannot be read or has too few rows, or a row that cannot
@@ -256,7 +264,7 @@ def _line_rows(line: str, maker: Maker) -> list[Row]:
         if is_chat(found.get("messages")):
             return [maker.of_chat(found["messages"])]
         if isinstance(found.get("text"), str):
-            return maker.of_text(found["text"], most=1)
+            return maker.of_text(found["text"], only_first=True)
     raise ValueError(
         "expected a JSON object with a 'text' string, or with 'messages', a list of "
         "objects with the strings 'role' and 'content'"

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 
 from training import option
 from training.figures import Figures, figures_of
-from training.model import Base, Student, hidden, load_base, weighed
+from training.model import Base, Student, hidden, load_base
 from training.options import (
     add_machine,
     add_model,
@@ -94,6 +94,11 @@ class Gating(Student):
     threshold: float | None = None
     values: dict[int, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def always(self) -> tuple[int, int]:
+        """The window and the sinks."""
+        return self.window, self.sinks
+
     def evaluate(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         """Return and store the gates [B, H, T] of rotated keys [B, H, T, D]."""
         positions = torch.arange(keys.shape[-2], device=keys.device)
@@ -104,14 +109,11 @@ class Gating(Student):
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the unchanged queries and the gates of the keys."""
-        return query, self.evaluate(layer, key)
-
-    def bias(self, known: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-        """Return the bias on the logits of queries [Q], given gates [..., T]."""
+        """Return the unchanged queries and the log weights of the keys."""
+        gates = self.evaluate(layer, key)
         if self.threshold is None:
-            return log_bias(known, self.window, self.sinks, queries)
-        return hidden(known > self.threshold, self.window, self.sinks, queries)
+            return query, log_weights(gates)
+        return query, hidden(gates > self.threshold)
 
     def keep(self) -> torch.Tensor:
         """Return the keep bits [L, B, H, T] of a pass with a threshold."""
@@ -121,11 +123,9 @@ class Gating(Student):
         return keep
 
 
-def log_bias(
-    gates: torch.Tensor, window: int, sinks: int, queries: torch.Tensor
-) -> torch.Tensor:
-    """Return log max(g, 0.001) of gates [..., T] as a bias, see `weighed`."""
-    return weighed(gates.clamp(min=LEAST).log(), window, sinks, queries)
+def log_weights(gates: torch.Tensor) -> torch.Tensor:
+    """Return log max(g, 0.001) of gates [..., T]; see `weighed`."""
+    return gates.clamp(min=LEAST).log()
 
 
 def distillation(

@@ -6,7 +6,7 @@ read where its tokens are: also ranges behind the prompt are valid, and wait.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from vllm_kvpolicy.config_keys import DROP_FIRST, KEEP, MESSAGE_KEYS, MOST, wrong
@@ -22,7 +22,8 @@ class Hints:
     Args:
         keep: what every KV head keeps.
         drop_first: what goes before any other token goes, in every KV head.
-        missed: what should stay and does not fit the budget.
+        missed: what has no effect: what does not fit the budget, and pinned tokens
+            that should go.
     """
 
     keep: Ranges = ()
@@ -49,11 +50,28 @@ class Hints:
             kept += [(start, fits)] if fits > start else []
             missed += [(max(fits, start), end)] if fits < end else []
             room -= max(fits - max(start, first), 0)
-        return Hints(tuple(kept), self.drop_first, tuple(missed))
+        dropped, stays = _cut(self.drop_first, first)
+        return Hints(tuple(kept), dropped, tuple(sorted((*missed, *stays))))
 
-    def said(self) -> dict[str, list[list[int]]]:
-        """Return what an answer says of them, JSON-able."""
-        return {name: [*map(list, ranges)] for name, ranges in vars(self).items()}
+    def said(self, num_tokens: int) -> dict[str, list[int]]:
+        """Return what an answer of so many tokens, prompt included, says of them.
+
+        Ranges behind its last token are `missed`. JSON-able, in the form of a request.
+        """
+        (late_keep, keep), (late_drop, drop) = (
+            _cut(ranges, num_tokens) for ranges in (self.keep, self.drop_first)
+        )
+        missed = sorted((*self.missed, *late_keep, *late_drop))
+        said = {"keep": keep, "drop_first": drop, "missed": missed}
+        return {name: [*chain(*ranges)] for name, ranges in said.items()}
+
+
+def _cut(ranges: Ranges, place: int) -> tuple[Ranges, Ranges]:
+    """Return what of some ranges begins at a position, and what ends there."""
+    return (
+        tuple((max(first, place), end) for first, end in ranges if end > place),
+        tuple((first, min(end, place)) for first, end in ranges if first < place),
+    )
 
 
 NO_HINTS = Hints()
@@ -68,7 +86,7 @@ def read_hints(asked: Mapping[str, Any]) -> Hints:
     """
     for key, ranges in MESSAGE_KEYS.items():
         if key in asked:
-            expected = f"{ranges} with tokens: no chat template is rendered for it"
+            expected = f"{ranges} with tokens: only chat completions count messages"
             raise wrong(key, asked[key], expected)
     keep, drop = (ranges_of(key, asked.get(key, [])) for key in (KEEP, DROP_FIRST))
     for (_, end), (first, _) in pairwise(sorted(keep + drop)):

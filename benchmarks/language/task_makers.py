@@ -27,7 +27,7 @@ def _words(text: str) -> list[str]:
 _ADJECTIVES = _words(
     "amber silent northern crooked velvet distant hollow golden narrow frozen rusty"
 )
-_THINGS = _words(
+THINGS = _words(
     "harbour lantern orchard violin glacier marble compass bridge kettle ladder saddle "
     "window basket candle hammer mirror pocket ribbon shovel temple barrel blanket "
     "button carpet cellar circle copper corner cotton desert dinner engine fabric "
@@ -36,11 +36,11 @@ _THINGS = _words(
     "spider statue street summer table thunder ticket timber tunnel valley village "
     "wagon winter"
 )
-_FIRST = _words(
+FIRST = _words(
     "Anna Boris Clara David Elena Felix Greta Henry Irene Jonas Karla Louis Maria Nils "
     "Olga Peter Rosa Simon Teresa Victor"
 )
-_LAST = _words(
+LAST = _words(
     "Keller Novak Brandt Costa Duval Evans Fischer Garcia Hansen Ivanov Jensen Larsen "
     "Meyer Nilsson Olsen Palmer Rossi Silva Turner Weber"
 )
@@ -92,7 +92,7 @@ class Hidden:
 
 def keys(rng: random.Random) -> Hidden:
     """Hide codes in sentences and ask for them."""
-    pairs = [f"{one} {two}" for one in _ADJECTIVES for two in _THINGS]
+    pairs = [f"{one} {two}" for one in _ADJECTIVES for two in THINGS]
     names = rng.sample(pairs, KEYS)
     begun = [f"The code of the {name} is" for name in names]
     return _some_of(rng, begun, [f" {_code(rng, 5)}" for _ in names], ".")
@@ -106,7 +106,7 @@ def lookup(rng: random.Random) -> Hidden:
 
 def facts(rng: random.Random) -> Hidden:
     """Hide where people live and ask for some."""
-    firsts, lasts = rng.sample(_FIRST, PEOPLE), rng.sample(_LAST, PEOPLE)
+    firsts, lasts = rng.sample(FIRST, PEOPLE), rng.sample(LAST, PEOPLE)
     cities = rng.sample(_CITIES, PEOPLE)
     begun = [f"{one} {two} lives in" for one, two in zip(firsts, lasts, strict=True)]
     return _some_of(rng, begun, [f" {city}" for city in cities], ".")
@@ -133,8 +133,8 @@ def labels(rng: random.Random) -> Hidden:
 
 def lists(rng: random.Random) -> Hidden:
     """Hide lists of words and ask for the rest of some, given their first words."""
-    owners = rng.sample(_FIRST, LISTS)
-    words = [rng.sample(_THINGS, WORDS) for _ in owners]
+    owners = rng.sample(FIRST, LISTS)
+    words = [rng.sample(THINGS, WORDS) for _ in owners]
     begun = [
         f"The list of {owner}: {', '.join(items[:GIVEN])},"
         for owner, items in zip(owners, words, strict=True)

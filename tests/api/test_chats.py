@@ -33,9 +33,15 @@ def tokens_of(messages: list[Any], tools: Any = None) -> list[int]:
     return list(map(ord, f"[{names}]{''.join(map(text_of, messages))}<assistant>"))
 
 
-def put(messages: list[Any], xargs: Any, tools: Any = None) -> dict[str, Any]:
+def put(
+    messages: list[Any],
+    xargs: Any,
+    tools: Any = None,
+    tokens_of: Any = tokens_of,
+    **fields: Any,
+) -> dict[str, Any]:
     """Return the keys of a chat after its tokens are known."""
-    request = SimpleNamespace(vllm_xargs=xargs)
+    request = SimpleNamespace(vllm_xargs=xargs, **fields)
     listed = chats.listed(messages)
 
     async def render(others: list[Any]) -> list[int]:
@@ -90,16 +96,55 @@ def test_messages_that_cannot_be_found_are_refused(index, valid):
         put(chat, {"kv_keep_messages": [index]})
 
 
-def test_a_template_that_fails_pins_nothing(policy_log):
-    """The chat itself has been rendered, and is answered."""
-    request = SimpleNamespace(vllm_xargs=None)
+def test_a_message_cannot_stay_and_go():
+    asked = {"kv_keep_messages": [0, 2], "kv_drop_messages": [1, 2]}
+    words = "kv_drop_messages: got 2, expected no message of kv_keep_messages"
+    with pytest.raises(KVPolicyRequestError, match=words):
+        put([SYSTEM, USER, ANSWER], asked)
 
-    async def fails(_: Any) -> Any:
+
+@pytest.mark.parametrize("key", ["kv_pin", *MESSAGE_KEYS])
+def test_what_is_found_in_a_whole_prompt_is_refused_for_a_cut_one(key):
+    asked = {"kv_pin": "system"} if key == "kv_pin" else {key: [0]}
+    words = f"{key}: got .*, expected none with truncate_prompt_tokens"
+    with pytest.raises(KVPolicyRequestError, match=words):
+        put([SYSTEM, USER], asked, truncate_prompt_tokens=20)
+    put([SYSTEM, USER], None, truncate_prompt_tokens=20)  # of the server: not asked for
+
+
+def without_system(messages: list[Any], tools: Any) -> list[int]:
+    """A template that leaves system messages out."""
+    return tokens_of([each for each in messages if each["role"] != "system"], tools)
+
+
+def too_long(messages: list[Any], tools: Any) -> list[int]:
+    if messages[-1]["content"] == chats.OTHER:
         raise ValueError("prompt is too long")
+    return tokens_of(messages, tools)
 
-    asyncio.run(chats.put_tokens({"kv_pin"}, fails, request, [SYSTEM], [1, 2]))
-    assert request.vllm_xargs == {"kv_pin": 0}
-    assert "nothing is pinned of a chat: prompt is too long" in policy_log.messages
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [(without_system, "this one leaves them out"), (too_long, "prompt is too long")],
+)
+def test_a_template_of_which_nothing_can_be_pinned(template, words, policy_log):
+    """Who asks for it is told; the server's own pin is written to its log."""
+    with pytest.raises(KVPolicyRequestError, match=f"kv_pin: got 'system', .*{words}"):
+        put([SYSTEM, USER], {"kv_pin": "system"}, tokens_of=template)
+    assert put([SYSTEM, USER], None, tokens_of=template) == {"kv_pin": 0}
+    assert "nothing is pinned of a chat: kv_pin: got 'system'" in policy_log.text
+    if template is without_system:
+        assert put([USER], {"kv_pin": "system"}, tokens_of=template)["kv_pin"] > 0
+
+
+def test_a_template_may_ask_for_a_system_message():
+    def demanding(messages: list[Any], tools: Any) -> list[int]:
+        if messages[0]["role"] != "system":
+            raise ValueError("template: no system message")
+        return tokens_of(messages, tools)
+
+    asked = put([SYSTEM, USER], {"kv_pin": "system"}, tokens_of=demanding)
+    assert asked == {"kv_pin": len("[]<system>Be brief.<user>")}
 
 
 @pytest.mark.parametrize(

@@ -483,7 +483,18 @@ def test_good_requests_pass(small_pool):
         (
             PINNING,
             request(200, 120),
-            r"'tova' .* 10 superblocks .* at most 8, .* or kv_pin, or shorten the ",
+            "^kv_pin: got 'prompt', expected 'none': pinned tokens stay, and so this "
+            "request needs up to 10 superblocks .* of 8 in the pool; or lower max_tok",
+        ),
+        (
+            KVPolicyConfig("tova", 64, 64, prefill_interval_tokens=64, pin="prompt"),
+            request(200, 120),
+            "^kv_pin: got 'prompt', expected 'none' or at most 64 tokens: ",
+        ),
+        (
+            KVPolicyConfig("tova", 512, 64, pin="prompt"),
+            request(300, 120),
+            "^kv_policy: .* lower max_tokens or kv_budget, or start the server with",
         ),
         (
             PLAIN,
@@ -496,7 +507,10 @@ def test_good_requests_pass(small_pool):
             "shorten the prompt: this policy keeps every token$",
         ),
     ],
-    ids=["full cache", "pinned prompt", "prompt read whole", "selection"],
+    ids=[
+        *("full cache", "pinned prompt", "pins that fit", "too long without pins"),
+        *("prompt read whole", "selection"),
+    ],
 )
 def test_what_is_larger_than_the_pool_is_refused_with_advice(
     small_pool, config, asked, message

@@ -30,6 +30,13 @@ def command(*arguments, device="cpu"):
     [
         (["--policy", "ams-tova", "--", "--kv-live"], True),
         (["--policy", "ams-tova", "--", "--kv_events", "always"], False),
+        (["--policy", "ams-tova", "--", '--kv-policy-config={"hints": true}'], True),
+        (
+            ["--policy", "hard-tova", "--", '--kv-policy-config={"preset": "paper"}'],
+            False,
+        ),
+        (["--policy", "ams-tova", "--", "--kv-budget=512"], False),
+        (["--policy", "ams-tova", "--", "--kv-recent=x"], False),  # refused later
         (["--policy", "ams-tova", "--", "--additional-config={}"], False),
         (["--policy", "rpc"], True),
         (["--policy", "quest"], False),  # keeps all

@@ -164,7 +164,7 @@ def test_messages_of_a_chat_stay_or_go_first(server):
     assert answer.status_code == 200, answer.text
     ends = [6 + 40, 6 + 40 + 1 + 6 + 60, 6 + 40 + 1 + 6 + 60 + 1 + 8 + 9]
     found = answer.json()["kv_transfer_params"]["kv_policy"]
-    keep, drop = [[0, 6], [ends[2] - 9, ends[2]]], [[ends[1] - 60, ends[1]]]
+    keep, drop = [0, 6, ends[2] - 9, ends[2]], [ends[1] - 60, ends[1]]
     assert found["hints"] == {"keep": keep, "drop_first": drop, "missed": []}
     assert found["dropped"]
     body["vllm_xargs"] = {"kv_keep_messages": [3]}

@@ -22,7 +22,7 @@ from training.dms_student import (
     noise_of,
     without_channel,
 )
-from training.model import Base, load_base
+from training.model import Base, load_base, weighed
 from training.rows import Row
 from vllm_kvpolicy.kernels.dms_decision import DecisionWeights
 from vllm_kvpolicy.kernels.rope import Rope
@@ -62,7 +62,8 @@ def bias_of(student: Dropping, logits: torch.Tensor) -> torch.Tensor:
     query, key = torch.zeros(1, 4, num_tokens, 8), torch.zeros(1, 2, num_tokens, 8)
     same, known = student.prepare(0, query, key)
     assert same is query
-    return student.bias(known, torch.arange(num_tokens))
+    assert known is not None
+    return weighed(known, *student.always, torch.arange(num_tokens))
 
 
 def test_training_weighs_by_the_decision_of_the_next_token(qwen3: Base) -> None:

@@ -43,6 +43,9 @@ def test_a_line_of_jsonl_is_cut_to_one_row(tmp_path: Path, tokenizer) -> None:
     found = [tokenizer.decode(row.ids) for row in rows.training]
     assert found == [TEXT[:10], TEXT[30:40]]
     assert [tokenizer.decode(row.ids) for row in rows.validation] == [TEXT[50:60]]
+    rows = read_rows(path, Maker(tokenizer, 12, "", shortest=10), 1)
+    found = [tokenizer.decode(row.ids) for row in rows.training]
+    assert found == [TEXT[:12], TEXT[30:40]]
 
 
 @pytest.mark.parametrize(

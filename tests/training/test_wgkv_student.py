@@ -13,8 +13,8 @@ from support.golden import read_golden
 from support.tiny_model import make_tiny_model
 from training import model as model_module
 from training import wgkv
-from training.model import Base, attention, load_base
-from training.wgkv import LEAST, Gating, Settings, distillation, log_bias, new_gates
+from training.model import Base, attention, load_base, weighed
+from training.wgkv import LEAST, Gating, Settings, distillation, log_weights, new_gates
 from training.wgkv import position_weights as weights_of
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 
@@ -45,7 +45,7 @@ def test_training_bias_of_the_authors() -> None:
     golden = read_golden("wgkv_gate")
     _, _, num_tokens, window = map(int, golden["train_shape"])
     gates, want = torch.from_numpy(golden["train_g"]), golden["train_bias"]
-    got = log_bias(gates, window, 0, torch.arange(num_tokens)).numpy()
+    got = weighed(log_weights(gates), window, 0, torch.arange(num_tokens)).numpy()
     seen = np.tri(num_tokens, dtype=bool)
     np.testing.assert_allclose(got[:, seen], want[:, seen], rtol=1e-5, atol=1e-6)
     assert np.isneginf(got[:, ~seen]).all()
@@ -54,7 +54,7 @@ def test_training_bias_of_the_authors() -> None:
 
 def test_bias_by_hand() -> None:
     gates = torch.tensor([0.5, 0.0, 1.0, 0.2, 0.9])
-    got = log_bias(gates, 2, 1, torch.tensor([4, 1]))
+    got = weighed(log_weights(gates), 2, 1, torch.tensor([4, 1]))
     half, least, fifth = (float(np.log(x)) for x in (0.5, LEAST, 0.2))
     hidden = -torch.inf
     assert half < 0 and fifth < 0  # the first is a sink, the fourth in the window
@@ -64,7 +64,7 @@ def test_bias_by_hand() -> None:
 
 def test_gradient_ends_at_the_smallest_gate() -> None:
     gates = torch.tensor([0.5, LEAST / 2, 0.3, 0.3]).requires_grad_()
-    log_bias(gates, 1, 0, torch.tensor([3])).sum().backward()
+    log_weights(gates)[:3].sum().backward()
     torch.testing.assert_close(gates.grad, torch.tensor([2.0, 0, 1 / 0.3, 0]))
 
 
@@ -96,21 +96,24 @@ def test_attention_by_its_formula(
     ends = []
     for by_formula in (True, False):
         weights = spread_gates(qwen3)
+        query, key, value = (t.detach().requires_grad_() for t in (query, key, value))
         gating = Gating(weights, qwen3.rope, WINDOW, 2, threshold)
         if by_formula:
-            bias = gating.bias(gating.evaluate(1, key), torch.arange(40))
+            _, known = gating.prepare(1, query, key)
+            bias = weighed(known, *gating.always, torch.arange(40))
             out = formula(query, key, value, bias, 0.3)
         else:
             module = SimpleNamespace(layer_idx=1)
             out, none = attention(module, query, key, value, None, 0.3, gating)
             assert none is None
+        out.square().sum().backward()
+        given = [query.grad, key.grad, value.grad]
         if threshold is None:
-            out.square().sum().backward()
-        ends.append((out.detach(), weights.first.grad))
+            given.append(weights.first.grad[1])
+        ends.append((out.detach(), given))
     torch.testing.assert_close(ends[0][0], ends[1][0])
-    if threshold is None:
-        assert ends[0][1][1].abs().max() > 1e-3
-        torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-3, atol=1e-5)
+    assert all(gradient.abs().max() > 1e-3 for gradient in ends[0][1])
+    torch.testing.assert_close(ends[0][1], ends[1][1], rtol=1e-3, atol=1e-5)
 
 
 def test_the_teacher_is_the_model(

@@ -5,6 +5,7 @@ place of what is looked for: as far as both agree, nothing of that shows.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -77,34 +78,60 @@ async def put_tokens(
         known: tokens of `messages`.
 
     Raises:
-        KVPolicyRequestError: a bad index, or a message of which nothing shows.
+        KVPolicyRequestError: a bad index, a message of which nothing shows or that is
+            to stay and to go, or a prompt that will be cut.
     """
     asked = dict(request.vllm_xargs or {})
-    if "kv_pin" in keys:
-        asked["kv_pin"] = await system_tokens(render, messages, known)
-    for key in sorted(keys & MESSAGE_KEYS.keys()):
-        ranges = MESSAGE_KEYS[key]
-        with client_errors():
-            found = [*sum(ranges_of(ranges, asked.get(ranges, [])), ())]
-            if getattr(request, "truncate_prompt_tokens", None) is not None:
+    with client_errors():
+        if getattr(request, "truncate_prompt_tokens", None) is not None:
+            for key in sorted(keys & asked.keys()):
                 raise wrong(key, asked[key], "none with truncate_prompt_tokens")
-            indices = _indices(key, asked.pop(key), len(messages))
+        if "kv_pin" in keys:
+            try:
+                asked["kv_pin"] = await system_tokens(render, messages, known)
+            except ValueError as error:
+                if "kv_pin" in asked:
+                    raise
+                logger.warning_once("nothing is pinned of a chat: %s", error)
+                asked["kv_pin"] = 0
+        wanted = {
+            key: _indices(key, asked.pop(key), len(messages))
+            for key in sorted(keys & MESSAGE_KEYS.keys())
+        }
+        stay, go = ({*wanted.get(key, ())} for key in MESSAGE_KEYS)
+        if both := stay & go:
+            keep, drop = MESSAGE_KEYS
+            raise wrong(drop, min(both), f"no message of {keep}")
+        for key, indices in wanted.items():
+            ranges = MESSAGE_KEYS[key]
+            found = [*sum(ranges_of(ranges, asked.get(ranges, [])), ())]
             for index in dict.fromkeys(indices):
                 found += await message_tokens(render, messages, known, key, index)
-        asked[ranges] = found
+            asked[ranges] = found
     request.vllm_xargs = asked
 
 
 async def system_tokens(
     render: Render, messages: Sequence[Any], known: Sequence[int]
 ) -> int:
-    """Return the tokens before the first message that is not the system's."""
-    first = takewhile(lambda each: _role(each) in ROLES, messages)
+    """Return the tokens before the first message that is not the system's.
+
+    Raises:
+        ValueError: the template leaves system messages out, or refuses a chat of them
+            and a question.
+    """
+    first = [*takewhile(lambda each: _role(each) in ROLES, messages)]
+    question = {"role": "user", "content": OTHER}
     try:
-        other = await render([*first, {"role": "user", "content": OTHER}])
+        other = await render([*first, question])
     except Exception as error:  # of the template, or about the length
-        logger.warning("nothing is pinned of a chat: %s", error)
-        return 0
+        raise wrong("kv_pin", SYSTEM, f"a chat that can be rendered: {error}") from None
+    without = None
+    with suppress(Exception):  # some templates ask for such a message
+        without = await render([question]) if first else None
+    if other == without:
+        shown = "a chat template that shows system messages; this one leaves them out"
+        raise wrong("kv_pin", SYSTEM, shown)
     return _num_equal(known, other)
 
 

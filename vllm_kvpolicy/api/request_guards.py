@@ -1,7 +1,9 @@
 """Checks one request in the API process, so that a bad one never reaches the engine."""
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -137,15 +139,35 @@ def check_params(
     wanted = -(-ahead // block_size)
     if config is not None:
         wanted = most_blocks(vllm_config, config, max(prompt_tokens, 1), tokens)
-    wanted += other_groups(vllm_config).most_blocks(tokens)
+    others = other_groups(vllm_config).most_blocks(tokens)
+    wanted += others
     # One block is vLLM's null block.
     if wanted >= num_blocks:
+        needs = (
+            f"this request needs up to {wanted} superblocks of {block_size} tokens to "
+            f"reach {tokens} tokens"
+        )
+        if config is not None and config.pins not in (NONE, 0):
+            lengths, room = (max(prompt_tokens, 1), tokens), num_blocks - 1 - others
+            fits = bisect_right(
+                range(0, config.pinned_tokens(prompt_tokens), block_size),
+                room,
+                key=lambda pin: most_blocks(
+                    vllm_config, replace(config, pin=pin), *lengths
+                ),
+            )
+            if fits:
+                most = (fits - 1) * block_size
+                raise ValueError(
+                    f"kv_pin: got {config.pins!r}, expected {NONE!r}"
+                    f"{f' or at most {most} tokens' if most else ''}: pinned tokens "
+                    f"stay, and so {needs}, of {num_blocks - 1} in the pool; or lower "
+                    "max_tokens"
+                )
         name = PER_REQUEST_OFF if config is None else config.policy
         raise ValueError(
-            f"kv_policy: with {name!r} this request needs up to {wanted} "
-            f"superblocks of {block_size} tokens to reach {tokens} tokens, expected "
-            f"at most {num_blocks - 1}, the size of the pool; lower max_tokens or "
-            f"{_other_advice(config, block_size)}"
+            f"kv_policy: with {name!r} {needs}, expected at most {num_blocks - 1}, the "
+            f"size of the pool; lower max_tokens or {_other_advice(config, block_size)}"
         )
 
 
@@ -153,8 +175,6 @@ def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
     """Say what else makes a request smaller that runs with `config`."""
     if config is None:
         return "leave out kv_policy 'none'"
-    if config.pins not in (NONE, 0):
-        return "kv_pin, or shorten the prompt: pinned tokens stay"
     info = config.resolved().info
     if info.keeps_all and info.admission is None:
         return "shorten the prompt: this policy keeps every token"

@@ -476,7 +476,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         self.kv_policy_planner.restart(request.request_id)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
-        report = self._report(request.request_id)
+        report = self._report(request)
         kv_params, *others = super()._free_request(request, *args, **kwargs)
         return (report or kv_params, *others)
 
@@ -485,17 +485,17 @@ class KVPolicySchedulerMixin(CountingMixin):
         self.kv_policy_planner.remove(request.request_id)
         self._sees_all.discard(request.request_id)
 
-    def _report(self, request_id: str) -> dict[str, Any] | None:
+    def _report(self, request: Request) -> dict[str, Any] | None:
         """Return what an answer says of its hints and events; None for nothing.
 
         It takes the place of what KV connectors say, which no server with a policy has.
         """
-        state = self.kv_policy_planner.states.get(request_id)
+        state = self.kv_policy_planner.states.get(request.request_id)
         if state is None:
             return None
         said: dict[str, Any] = {}
         if state.plan.hints:
-            said["hints"] = state.plan.hints.said()
+            said["hints"] = state.plan.hints.said(request.num_tokens)
         if self.kv_policy_config.report_events:
             said["dropped"] = list(state.dropped.values())
             if state.pinned:
