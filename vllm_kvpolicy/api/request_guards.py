@@ -118,9 +118,7 @@ def check_params(
         ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
             than the pool.
     """
-    block_size = own_block_size(vllm_config)
-    num_blocks = smallest_pool(vllm_config)
-    config = server.with_request(params.extra_args, block_size)
+    config = server.with_request(params.extra_args, own_block_size(vllm_config))
     if (params.extra_args or {}).get("kv_pin") == SYSTEM:
         expected = (
             f"{NONE!r}, {PROMPT!r} or a number of tokens: no chat template is rendered "
@@ -129,46 +127,50 @@ def check_params(
         raise wrong("kv_pin", SYSTEM, expected)
     if config is not None:
         check_drafts(config, vllm_config, "kv_")
-    if num_blocks is None:
-        return
     longest = vllm_config.model_config.max_model_len
     tokens = prompt_tokens + (params.max_tokens or longest)
     # What a step drafts past the end takes superblocks, too.
     tokens = min(tokens + vllm_config.num_speculative_tokens, longest)
-    ahead = min(tokens + vllm_config.num_lookahead_tokens, longest)
-    wanted = -(-ahead // block_size)
-    if config is not None:
-        wanted = most_blocks(vllm_config, config, max(prompt_tokens, 1), tokens)
+    _check_size(prompt_tokens, tokens, vllm_config, config)
+
+
+def _check_size(
+    prompt_tokens: int, tokens: int, vllm_config: Any, config: KVPolicyConfig | None
+) -> None:
+    """Raise ValueError where a request of `tokens` in the end outgrows the pool."""
+    num_blocks, block_size = smallest_pool(vllm_config), own_block_size(vllm_config)
+    if num_blocks is None:
+        return
+    longest = vllm_config.model_config.max_model_len
     others = other_groups(vllm_config).most_blocks(tokens)
-    wanted += others
-    # One block is vLLM's null block.
-    if wanted >= num_blocks:
-        needs = (
-            f"this request needs up to {wanted} superblocks of {block_size} tokens to "
-            f"reach {tokens} tokens"
-        )
-        if config is not None and config.pins not in (NONE, 0):
-            lengths, room = (max(prompt_tokens, 1), tokens), num_blocks - 1 - others
-            fits = bisect_right(
-                range(0, config.pinned_tokens(prompt_tokens), block_size),
-                room,
-                key=lambda pin: most_blocks(
-                    vllm_config, replace(config, pin=pin), *lengths
-                ),
+    pool = num_blocks - 1  # without vLLM's null block
+
+    def held(config: KVPolicyConfig) -> int:
+        return most_blocks(vllm_config, config, max(prompt_tokens, 1), tokens) + others
+
+    ahead = min(tokens + vllm_config.num_lookahead_tokens, longest)
+    wanted = -(-ahead // block_size) + others if config is None else held(config)
+    if wanted <= pool:
+        return
+    needs = (
+        f"this request needs up to {wanted} superblocks of {block_size} tokens to "
+        f"reach {tokens} tokens"
+    )
+    if config is not None and config.pins not in (NONE, 0):
+        pins = range(0, config.pinned_tokens(prompt_tokens), block_size)
+        fits = bisect_right(pins, pool, key=lambda pin: held(replace(config, pin=pin)))
+        if fits:
+            most = pins[fits - 1]
+            raise ValueError(
+                f"kv_pin: got {config.pins!r}, expected {NONE!r}"
+                f"{f' or at most {most} tokens' if most else ''}: pinned tokens stay, "
+                f"and so {needs}, of {pool} in the pool; or lower max_tokens"
             )
-            if fits:
-                most = (fits - 1) * block_size
-                raise ValueError(
-                    f"kv_pin: got {config.pins!r}, expected {NONE!r}"
-                    f"{f' or at most {most} tokens' if most else ''}: pinned tokens "
-                    f"stay, and so {needs}, of {num_blocks - 1} in the pool; or lower "
-                    "max_tokens"
-                )
-        name = PER_REQUEST_OFF if config is None else config.policy
-        raise ValueError(
-            f"kv_policy: with {name!r} {needs}, expected at most {num_blocks - 1}, the "
-            f"size of the pool; lower max_tokens or {_other_advice(config, block_size)}"
-        )
+    name = PER_REQUEST_OFF if config is None else config.policy
+    raise ValueError(
+        f"kv_policy: with {name!r} {needs}, expected at most {pool}, the size of the "
+        f"pool; lower max_tokens or {_other_advice(config, block_size)}"
+    )
 
 
 def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
