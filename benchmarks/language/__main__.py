@@ -30,6 +30,7 @@ from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.compat import FLOAT8_CACHES
+from vllm_kvpolicy.config_keys import DEFAULT_RECENT
 from vllm_kvpolicy.policies.names import parse
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}
@@ -86,6 +87,8 @@ def parser() -> argparse.ArgumentParser:
         help="novel, lookup-4096, ...; default: all",
     )
     add("--text-tokens", type=int, default=4096, help="length of each text")
+    told = "newest tokens that stay in any case: of gates, the window of their training"
+    add("--recent", type=int, default=DEFAULT_RECENT, help=told)
     add("--at-once", type=int, default=4, help="requests in an engine step")
     add("--policy-config", type=json.loads, default={}, metavar="JSON")
     add("--variants", type=json.loads, default={}, metavar="JSON")
@@ -183,6 +186,7 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         as_served=any(PARTS[part].as_served for part in args.parts),
         trace=args.trace,
         kv_cache_dtype=args.kv_cache_dtype,
+        recent=args.recent,
     )
     return settings, items
 

@@ -123,8 +123,8 @@ def prepare(
     whole = [one + two for one, two in zip(prompts, answers, strict=True)]
     found = predictions(asker, whole, FULL, 0, TOP)
     return [
-        Reference(text.id, text.kind, prompt, answer, tuple(entries[-ANSWER:]))
-        for text, prompt, answer, entries in zip(
+        Reference(text.id, text.kind, prompt, answer, tuple(one.entries[-ANSWER:]))
+        for text, prompt, answer, one in zip(
             texts, prompts, answers, found, strict=True
         )
     ]
@@ -141,8 +141,8 @@ def measure(
     answers = _answers(asker, [item.prompt_ids for item in items], policy, budget)
     found = predictions(asker, [item.token_ids for item in items], policy, budget, TOP)
     return [
-        _agreement(item, answer, entries[-ANSWER:])
-        for item, answer, entries in zip(items, answers, found, strict=True)
+        _agreement(item, answer, one.entries[-ANSWER:])
+        for item, answer, one in zip(items, answers, found, strict=True)
     ]
 
 

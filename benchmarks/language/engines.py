@@ -14,10 +14,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.accuracy.servers import FULL, OWN_DTYPE, options_of, split
 from benchmarks.provenance import usable_cores
 from benchmarks.workload import block_bytes
-from vllm_kvpolicy.config_keys import ALWAYS
+from vllm_kvpolicy.config_keys import ALWAYS, DEFAULT_RECENT
 from vllm_kvpolicy.policies.names import parse
 
 BLOCK_SIZE = 32
@@ -45,6 +47,7 @@ class Settings:
             servers have by default.
         trace: folder in which engines record what events keep, None for no record.
         kv_cache_dtype: of keys and values in the cache, as vLLM names it.
+        recent: newest tokens that stay in any case.
     """
 
     model: Path
@@ -58,12 +61,15 @@ class Settings:
     as_served: bool = False
     trace: Path | None = None
     kv_cache_dtype: str = OWN_DTYPE
+    recent: int = DEFAULT_RECENT
 
     def recorded(self) -> dict[str, Any]:
         """Return what an output file says about its engines."""
         own: dict[str, Any] = {"as_served": True} if self.as_served else {}
         if self.kv_cache_dtype != OWN_DTYPE:
             own["kv_cache_dtype"] = self.kv_cache_dtype
+        if self.recent != DEFAULT_RECENT:
+            own["recent"] = self.recent
         return own | {
             "model": self.model.name,
             "dtype": self.dtype,
@@ -118,8 +124,8 @@ def engines_of(labels: Sequence[str], intervals: Sequence[int]) -> list[Engine]:
 class Asker:
     """Sends prompts to an engine."""
 
-    def __init__(self, llm: Any) -> None:
-        self._llm = llm
+    def __init__(self, llm: Any, interval: int) -> None:
+        self._llm, self.interval = llm, interval
 
     def ask(
         self,
@@ -148,23 +154,59 @@ class Asker:
         return self._llm.generate(asked, params, use_tqdm=False)
 
 
+@dataclass(frozen=True)
+class Predicted:
+    """What was predicted along a prompt, and from what.
+
+    Attributes:
+        entries: [tokens - 1], token id -> log p, nats. Entry i is of token i + 1, which
+            the token at position i predicts.
+        dropped: position of each event, and tokens per KV head that are no longer held
+            behind it, mean over layers and heads.
+    """
+
+    entries: list[dict[int, float]]
+    dropped: tuple[tuple[int, float], ...] = ()
+
+    def held_share(self, first: int) -> float:
+        """Return the KV tokens that entries from `first` on read, beside full KV's."""
+        positions = np.arange(first, len(self.entries))
+        if not positions.size:
+            return 1.0
+        events = np.array([(0, 0.0), *self.dropped])
+        behind = np.searchsorted(events[:, 0], positions, side="right") - 1
+        return float(1 - events[behind, 1].sum() / (positions + 1).sum())
+
+
+SAID_AFTER = 4
+"""Tokens of an answer within which the last event's count is heard of."""
+
+
 def predictions(
     asker: Asker, prompts: Sequence[Tokens], policy: str, budget: int, top: int
-) -> list[list[dict[int, float]]]:
+) -> list[Predicted]:
     """Return what is predicted for each token of prompts but the first.
 
     Args:
         top: most probable tokens to name beside the prompt's own.
-
-    Returns:
-        For each prompt [tokens - 1] entries, token id -> log p, nats. Entry i is of
-        token i + 1, which the token at position i predicts.
     """
-    outputs = asker.ask(prompts, policy, budget, max_tokens=1, prompt_logprobs=top)
+    outputs = asker.ask(
+        prompts,
+        policy,
+        budget,
+        max_tokens=SAID_AFTER,
+        ignore_eos=True,
+        prompt_logprobs=top,
+    )
     return [
-        _entries(output.prompt_logprobs, prompt)
+        Predicted(_entries(output.prompt_logprobs, prompt), _dropped(output))
         for output, prompt in zip(outputs, prompts, strict=True)
     ]
+
+
+def _dropped(output: Any) -> tuple[tuple[int, float], ...]:
+    said = (output.kv_transfer_params or {}).get("kv_policy", {})
+    return tuple((position, tokens) for position, tokens, _ in said.get("dropped", ()))
 
 
 def _entries(found: Sequence[Any], token_ids: Tokens) -> list[dict[int, float]]:
@@ -182,7 +224,8 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
     from vllm_kvpolicy import LLM
 
     policies = [name for name in engine.policies if name != FULL]
-    options = options_of(
+    options: dict[str, Any] = {"report_events": True}
+    options |= options_of(
         policies,
         engine.variant,
         {"policy_config": settings.policy_config, "variants": settings.variants},
@@ -201,6 +244,7 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
         kv_policy=policies[0],
         kv_budget=max(settings.budgets),
         kv_interval=engine.interval,
+        kv_recent=settings.recent,
         kv_events=ALWAYS,
         kv_policy_config=options | {"allow": policies[1:]},
         additional_config={"kv_policy": own},
@@ -217,6 +261,6 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
         seed=0,
     )
     try:
-        yield Asker(llm)
+        yield Asker(llm, engine.interval)
     finally:
         llm.llm_engine.engine_core.shutdown()

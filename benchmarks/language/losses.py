@@ -6,6 +6,7 @@ of the budget, in nats; full KV is scored at the same places.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,17 +29,30 @@ def first_event(budget: int, interval: int) -> int:
     return (budget // interval + 1) * interval
 
 
+@dataclass(frozen=True)
+class Scored:
+    """A text's losses.
+
+    Attributes:
+        losses: [tokens - 1], nats. Entry i is the loss of token i + 1, which the token
+            at position i predicts.
+        held: KV tokens that were read behind the first event, beside full KV's; None
+            where it is not known.
+    """
+
+    losses: np.ndarray
+    held: float | None = None
+
+
 def measure(
     asker: Asker, policy: str, budget: int, texts: Sequence[Text]
-) -> list[np.ndarray]:
-    """Return the losses of each text, [tokens - 1] each.
-
-    Entry i is the loss of token i + 1, which the token at position i predicts.
-    """
+) -> list[Scored]:
+    """Return the losses of each text, and what was held."""
     found = predictions(asker, [text.token_ids for text in texts], policy, budget, 0)
+    first = first_event(budget, asker.interval)
     return [
-        losses_of(entries, text.token_ids[1:])
-        for entries, text in zip(found, texts, strict=True)
+        Scored(losses_of(one.entries, text.token_ids[1:]), one.held_share(first))
+        for one, text in zip(found, texts, strict=True)
     ]
 
 
@@ -50,31 +64,29 @@ def losses_of(
     return np.array([-entry[token] for entry, token in pairs])
 
 
-def figures(losses: np.ndarray, budget: int, interval: int) -> dict[str, Any]:
+def figures(scored: Scored, budget: int, interval: int) -> dict[str, Any]:
     """Return what is kept of a text's losses.
-
-    Args:
-        losses: [tokens - 1], nats, see `measure`.
 
     Returns:
         `loss`: mean from the first event on; `places`: the same for each of PLACES
-        equal parts of the intervals, the one right behind events first.
+        equal parts of the intervals, the one right behind events first; `held`.
 
     Raises:
         ValueError: the text ends before an interval behind its first event has.
     """
-    first = first_event(budget, interval)
+    first, losses = first_event(budget, interval), scored.losses
     if len(losses) < first + interval:
         raise ValueError(
             f"text-tokens: got {len(losses) + 1}, expected at least "
             f"{first + interval + 1}, the first event and an interval"
         )
-    scored = losses[first:]
-    places = np.arange(len(scored)) % interval * PLACES // interval
+    behind = losses[first:]
+    places = np.arange(len(behind)) % interval * PLACES // interval
     return {
-        "loss": round(float(scored.mean()), DIGITS),
+        "loss": round(float(behind.mean()), DIGITS),
         "places": [
-            round(float(scored[places == place].mean()), DIGITS)
+            round(float(behind[places == place].mean()), DIGITS)
             for place in range(PLACES)
         ],
+        "held": scored.held and round(scored.held, DIGITS),
     }

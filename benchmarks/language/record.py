@@ -12,8 +12,8 @@ from benchmarks.provenance import collect
 
 DIGITS = 4
 PLACES = "places"
-HELD = ("kept", "sinks_held")
-"""What lines of a peer also have; see `benchmarks.peer.losses`."""
+HELD = ("held", "kept", "sinks_held")
+"""What lines of losses also have, and those of a peer; see `benchmarks.peer.losses`."""
 
 
 def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -21,8 +21,8 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
     Returns:
         Rows with `part`; `ids` and `kinds` of the items; the part's figures by name, a
-        number per item; and of losses `places`, means over the texts, see
-        `losses.figures`, and those of HELD.
+        number per item; and of losses means over the texts of `places`, see
+        `losses.figures`, and of HELD.
     """
     groups: dict[tuple, list[Line]] = {}
     for line in lines:

@@ -211,8 +211,8 @@ def measure(
     prompts = [problem.token_ids for problem in items]
     found = predictions(asker, prompts, policy, budget, 1)
     return [
-        _answered(problem, entries)
-        for problem, entries in zip(items, found, strict=True)
+        _answered(problem, one.entries)
+        for problem, one in zip(items, found, strict=True)
     ]
 
 

@@ -135,7 +135,7 @@ def measure(
     return {
         "kind": text.kind,
         "digest": text.digest,
-        **losses.figures(found, budget, key["interval"]),
+        **losses.figures(losses.Scored(found), budget, key["interval"]),
         "kept": reply["held"] if kept is None else kept,
         "sinks_held": next(iter(reply["sinks_held"]), None),
     }

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.accuracy.servers import options_of, split
 from benchmarks.language import __main__ as language
 from benchmarks.language import losses, record, runs, texts
-from benchmarks.language.engines import Engine
+from benchmarks.language.engines import Engine, Predicted
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
 from vllm_kvpolicy.events import EventPlan
@@ -68,15 +68,28 @@ def test_losses_are_scored_from_the_first_event_of_a_prompt(budget, interval):
 
 def test_the_loss_of_a_text_is_of_what_follows_its_first_event():
     """Token i + 1 costs i, and the places are those of predicting positions."""
-    found = losses.figures(np.arange(40.0), budget=8, interval=16)
+    scored = losses.Scored(np.arange(40.0), 0.5)
+    found = losses.figures(scored, budget=8, interval=16)
     assert found["loss"] == np.arange(16, 40).mean()
     # Positions 16, 17, 32 and 33 lie in the first eighth of an interval.
     assert found["places"][0] == (16 + 17 + 32 + 33) / 4
     assert found["places"][-1] == (30 + 31) / 2
+    assert found["held"] == 0.5
+
+
+def test_what_is_held_follows_from_what_events_drop():
+    """Position 8 is behind the second event, of which 9 - 4.5 tokens are left."""
+    entries = [{0: 0.0}] * 9
+    found = Predicted(entries, ((4, 2.0), (8, 4.5))).held_share(6)
+    held = (7 - 2) + (8 - 2) + (9 - 4.5)
+    assert found == pytest.approx(held / (7 + 8 + 9))
+    assert Predicted(entries).held_share(6) == 1
 
 
 class FakeAsker:
     """Gives token t the loss t / 10, under random a tenth more."""
+
+    interval = 16
 
     def __init__(self):
         self.asked = []
@@ -88,7 +101,8 @@ class FakeAsker:
         return [
             SimpleNamespace(
                 prompt_logprobs=[None]
-                + [{t: SimpleNamespace(logprob=-t / 10 - extra)} for t in prompt[1:]]
+                + [{t: SimpleNamespace(logprob=-t / 10 - extra)} for t in prompt[1:]],
+                kv_transfer_params=None,
             )
             for prompt in prompts
         ]
@@ -110,7 +124,7 @@ def lines_of(policy: str, budget: int, count: int = 3) -> list[dict]:
 def test_each_token_is_looked_up_by_its_own_id():
     (text,) = made_texts(1)
     (found,) = losses.measure(FakeAsker(), "tova", 8, [text])
-    assert found == pytest.approx(np.array(text.token_ids[1:]) / 10)
+    assert found.losses == pytest.approx(np.array(text.token_ids[1:]) / 10)
 
 
 def write_run(path, settings=None) -> None:

@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder) -> dict[tuple[str, int], list[np.ndarray]]:
+def found(folder) -> dict[tuple[str, int], list[losses.Scored]]:
     """Return losses of two made texts by policy and budget."""
     rng = random.Random(0)
     texts = [
@@ -51,13 +51,21 @@ def found(folder) -> dict[tuple[str, int], list[np.ndarray]]:
 
 def test_a_budget_that_is_never_reached_gives_the_losses_of_full_kv(found):
     for ours, full in zip(found["tova", 512], found["full", BUDGET], strict=True):
-        np.testing.assert_array_equal(ours, full)
+        np.testing.assert_array_equal(ours.losses, full.losses)
+        assert ours.held == full.held == 1
 
 
 @pytest.mark.parametrize("policy", ["tova", "streaming"])
 def test_losses_differ_from_the_first_event_on_and_not_before(policy, found):
-    for ours, full in zip(found[policy, BUDGET], found["full", BUDGET], strict=True):
+    for scored, whole in zip(found[policy, BUDGET], found["full", BUDGET], strict=True):
+        ours, full = scored.losses, whole.losses
         assert len(ours) == LENGTH - 1
+        held = [
+            p + 1 - (p // INTERVAL * INTERVAL - BUDGET)
+            for p in range(FIRST, LENGTH - 1)
+        ]
+        share = sum(held) / sum(range(FIRST + 1, LENGTH))
+        assert scored.held == pytest.approx(share)
         np.testing.assert_array_equal(ours[:FIRST], full[:FIRST])
         # The query right behind the event no longer sees what it dropped.
         assert ours[FIRST] != full[FIRST]

@@ -17,7 +17,7 @@ class Script(Asker):
     """Answers the last token of a prompt from a table and remembers what was asked."""
 
     def __init__(self, **answers: list[int]) -> None:
-        super().__init__(None)
+        super().__init__(None, 8)
         self.answers = answers
         self.asked: list[tuple[tuple[int, ...], str]] = []
 

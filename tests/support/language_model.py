@@ -37,7 +37,7 @@ class MadeUpAsker(Asker):
     """
 
     def __init__(self, predict: Predict) -> None:
-        super().__init__(None)
+        super().__init__(None, 256)
         self.predict = predict
         self.asked: list[tuple[str, int, int]] = []
 
@@ -72,7 +72,10 @@ class MadeUpAsker(Asker):
                 for place in range(1, len(prompt))
             ]
         return SimpleNamespace(
-            outputs=[answer], prompt_logprobs=entries, num_cached_tokens=0
+            outputs=[answer],
+            prompt_logprobs=entries,
+            num_cached_tokens=0,
+            kv_transfer_params=None,
         )
 
 
