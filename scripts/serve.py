@@ -33,10 +33,15 @@ PIECE = re.compile(r"""'[^']*'|"(?:[^"\\]|\\.)*"|\\.|(?<![^\s=])\{""", re.DOTALL
 ELSEWHERE = ("--download-dir", "--revision", "--load-format", "--hf-config-path")
 # Keys of a policy that are variables of make, unless they are among ARGS.
 VARIABLES = {"kv_policy": "POLICY", "budget": "BUDGET", "interval": "INTERVAL"}
-# By the first word of a policy: a key, and the file that the packaged model has for it.
+# By model and the first word of a policy: a key, the file that the checkout has for it,
+# and the window of its training.
 GATES = {
-    "wgkv": ("wgkv_gates", "reasoner/gates/wgkv-0.16.safetensors"),
-    "dms": ("dms_adapter", "reasoner/gates/dms-4.safetensors"),
+    (PACKAGED_NAME, "wgkv"): ("wgkv_gates", "reasoner/gates/wgkv-0.16.safetensors", 32),
+    (PACKAGED_NAME, "dms"): ("dms_adapter", "reasoner/gates/dms-4.safetensors", 32),
+    (PRETRAINED_NAME, "wgkv"): (
+        *("wgkv_gates", "training/gates/smollm2-wgkv-0.16.safetensors"),
+        64,
+    ),
 }
 THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -168,13 +173,19 @@ def values_among(extra: list[str]) -> dict[str, Any]:
 
 
 def choose_gates(options: argparse.Namespace) -> None:
-    """Give the packaged model its own gates, unless ARGS say otherwise."""
+    """Give the checkout's own models their gates, unless ARGS say otherwise.
+
+    Args:
+        options: the parsed command line of this script, whose model is as it was named.
+    """
     given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
-    word = options.policy.partition("+")[0]
-    is_ours = options.model == PACKAGED_MODEL and word in GATES
-    if is_ours and not given & {"--kv-policy-config", "--additional-config"}:
-        key, path = GATES[word]
+    name = PACKAGED_NAME if options.model == PACKAGED_MODEL else options.model
+    found = GATES.get((name, options.policy.partition("+")[0]))
+    if found and not given & {"--kv-policy-config", "--additional-config"}:
+        key, path, window = found
         options.extra += ["--kv-policy-config", json.dumps({key: path})]
+        if "--kv-recent" not in given:
+            options.extra += ["--kv-recent", str(window)]
 
 
 def check_policy(options: argparse.Namespace, device: str) -> None:
@@ -433,12 +444,12 @@ def main() -> int:
     try:
         options.extra += split_words(os.environ.get(ARGUMENTS, ""))
         check_port(options.host, options.port)
+        choose_gates(options)
         if options.model == PRETRAINED_NAME:
             options.model = fetch_pretrained()
         check_model(options.model, options.extra)
         device = choose_lock()
         choose_budget(options)
-        choose_gates(options)
         if has_policy(options):
             check_policy(options, device)
         choose_dtype(options, device)

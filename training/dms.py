@@ -46,6 +46,7 @@ from training.options import (
     check_integers,
     device_of,
     dtype_of,
+    kept_of,
     rows_of,
     settings_of,
 )
@@ -333,7 +334,10 @@ def retrofit_of(given: argparse.Namespace) -> Retrofit:
     is_adapter = settings.flavour == "adapter"
     place = device_of(given), dtype_of(given)
     teacher = load_base(
-        given.model, *place, gradient_checkpointing=is_adapter and again
+        given.model,
+        *place,
+        gradient_checkpointing=is_adapter and again,
+        kept=kept_of(given),
     )
     if is_adapter:
         return Retrofit(settings, teacher, teacher, new_adapter(teacher))

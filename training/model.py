@@ -6,13 +6,17 @@ Source: the biases of WG-KV (arXiv 2512.17452) section 3.4 and DMS (arXiv 2506.0
 section 3. Deviations: an explicit bias on blocks of queries.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from training.visibility import visible, visible_until
@@ -256,6 +260,7 @@ class Base:
         rope_theta: base of its rotary embedding.
         epsilon: its norms add this to mean squares.
         ends: token ids that end a text.
+        kept: folder of the teacher's hidden states, by row; None keeps none.
     """
 
     model: Any
@@ -269,6 +274,7 @@ class Base:
     epsilon: float
     ends: tuple[int, ...]
     dtype: torch.dtype
+    kept: Path | None = None
 
     @property
     def decoder(self) -> Any:
@@ -290,10 +296,26 @@ class Base:
         Returns:
             [1, T, d] floating point.
         """
+        if student is None and self.kept is not None:
+            return self._recalled(row, self.kept)
+        return self._computed(row, student)
+
+    def _computed(self, row: torch.Tensor, student: Student | None) -> torch.Tensor:
         ids = row[None].to(self.device)
         with self._computing():
             out = self.decoder(ids, use_cache=False, student=student)
         return out.last_hidden_state
+
+    @torch.no_grad()
+    def _recalled(self, row: torch.Tensor, folder: Path) -> torch.Tensor:
+        """Return what a file has of a row, which is written where there is none."""
+        told = f"{self.model.name_or_path} {self.dtype} {row.tolist()}"
+        file = folder / f"{sha256(told.encode()).hexdigest()}.safetensors"
+        if not file.exists():
+            fresh = file.with_suffix(f".{os.getpid()}")  # processes have rows in common
+            save_file({"hidden": self._computed(row, None).contiguous()}, fresh)
+            fresh.replace(file)
+        return load_file(file)["hidden"].to(self.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., V] float32 of hidden states [..., d]."""
@@ -320,6 +342,7 @@ def load_base(
     dtype: torch.dtype,
     trained: bool = False,
     gradient_checkpointing: bool = False,
+    kept: Path | None = None,
 ) -> Base:
     """Load a model, frozen unless `trained`.
 
@@ -328,6 +351,7 @@ def load_base(
         trained: the weights will be trained and are float32.
         gradient_checkpointing: a backward pass computes the inside of layers again
             instead of keeping it.
+        kept: see `Base`; the folder is made.
 
     Raises:
         ValueError: a kind of model that cannot have a student here.
@@ -352,6 +376,8 @@ def load_base(
     if gradient_checkpointing:
         whole.gradient_checkpointing_enable({"use_reentrant": False})
         whole.train()  # transformers asks for it; nothing in these models is dropped
+    if kept is not None:
+        kept.mkdir(parents=True, exist_ok=True)
     decoder = whole.get_decoder()
     for layer in decoder.layers:
         layer.register_forward_pre_hook(_tell_student, with_kwargs=True)
@@ -369,4 +395,5 @@ def load_base(
         epsilon=float(config.rms_norm_eps),
         ends=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
         dtype=dtype,
+        kept=kept,
     )

@@ -92,8 +92,14 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="dtype of the model (default: bfloat16 on a GPU or if the launcher has "
-        "--mixed_precision bf16, else float32)",
+        help="dtype of the model (default: bfloat16 on a GPU, on a CPU that multiplies "
+        "it and if the launcher has --mixed_precision bf16, else float32)",
+    )
+    parser.add_argument(
+        "--keep-teacher",
+        action="store_true",
+        help="keep the teacher's hidden states in OUTPUT/teacher, 2 or 4 bytes per "
+        "token and channel, so that rows that come again cost it nothing",
     )
 
 
@@ -183,9 +189,16 @@ def dtype_of(given: argparse.Namespace) -> torch.dtype:
         raise ValueError(
             f"mixed_precision: got {precision!r}, expected one of {list(PRECISIONS)}"
         )
-    on_gpu = torch.device(given.device).type != "cpu"
+    is_native = torch.device(given.device).type != "cpu" or any(
+        torch.cpu.get_capabilities().get(name) for name in ("amx_bf16", "avx512_bf16")
+    )
     name = given.dtype or PRECISIONS[precision]
-    return getattr(torch, name or ("bfloat16" if on_gpu else "float32"))
+    return getattr(torch, name or ("bfloat16" if is_native else "float32"))
+
+
+def kept_of(given: argparse.Namespace) -> Path | None:
+    """Return the folder of the teacher's hidden states."""
+    return given.output / "teacher" if given.keep_teacher else None
 
 
 def _state_of(given: argparse.Namespace) -> AcceleratorState:

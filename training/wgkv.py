@@ -34,6 +34,7 @@ from training.options import (
     check_integers,
     device_of,
     dtype_of,
+    kept_of,
     rows_of,
     settings_of,
 )
@@ -412,6 +413,7 @@ def main(arguments: Sequence[str]) -> None:
         device_of(given),
         dtype_of(given),
         gradient_checkpointing=given.gradient_checkpointing,
+        kept=kept_of(given),
     )
     run_all(base, rows, given)
     PartialState().destroy_process_group()

@@ -50,28 +50,28 @@ def test_the_pool_decides_about_the_budget_unless_something_else_is_said(
     assert ("--kv-budget 384" in command(*arguments)) == ("384" in arguments)
 
 
-GATES = "reasoner/gates/wgkv-0.16.safetensors"
-
-
 @pytest.mark.parametrize(
-    ("arguments", "has_gates"),
+    ("arguments", "gates"),
     [
-        (["--policy", "wgkv"], True),
-        (["--policy", "wgkv+snapkv"], True),
-        (["--policy", "wgkv", "--model", "another"], False),
-        (["--policy", "wgkv", "--", "--kv-policy-config={}"], False),
-        (["--policy", "ams-tova"], False),
+        (["--policy", "wgkv"], "reasoner/gates/wgkv"),
+        (["--policy", "wgkv+snapkv"], "reasoner/gates/wgkv"),
+        (["--policy", "wgkv", "--model", "smollm2"], "training/gates/smollm2-wgkv"),
+        (["--policy", "wgkv", "--model", "another"], ""),
+        (["--policy", "wgkv", "--", "--kv-policy-config={}"], ""),
+        (["--policy", "ams-tova"], ""),
     ],
 )
-def test_the_packaged_model_has_gates_of_its_own(arguments, has_gates):
+def test_models_of_the_checkout_have_gates_of_their_own(arguments, gates):
     options = serve.parse(arguments)
     serve.choose_gates(options)
-    assert (GATES in " ".join(options.extra)) == has_gates
+    extra = " ".join(options.extra)
+    assert (gates in extra) if gates else "gates" not in extra
 
 
-@pytest.mark.parametrize("policy", serve.GATES)
-def test_gates_of_the_packaged_model_are_there(policy):
-    options = serve.parse(["--policy", policy])
+@pytest.mark.parametrize(("name", "policy"), serve.GATES)
+def test_gates_of_the_checkout_are_there(name, policy):
+    model = serve.PACKAGED_MODEL if name == serve.PACKAGED_NAME else name
+    options = serve.parse(["--policy", policy, "--model", model])
     serve.choose_gates(options)
     serve.check_policy(options, "cpu")
 

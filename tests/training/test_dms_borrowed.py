@@ -147,7 +147,7 @@ def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
         *("--flavour", "borrowed", "--targets", "2", "2.5", "--steps-per-ratio", "3"),
         *("--fade-steps", "2", "--rows-per-step", "1", "--window", "6"),
         *("--length", "40", "--validation-rows", "2", "--device", "cpu"),
-        *("--learning-rate", "0.001"),
+        *("--learning-rate", "0.001", "--dtype", "float32"),
     ]
     dms.main(command)
     content = json.loads((tmp_path / "out" / "figures.json").read_text())

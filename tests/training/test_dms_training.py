@@ -212,7 +212,7 @@ def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
 OPTIONS = [
     *("--window", "8", "--targets", "1.5", "2", "--rows-per-step", "2"),
     *("--steps-per-ratio", "4", "--hold-steps", "1", "--validation-rows", "2"),
-    *("--learning-rate", "0.001", "--device", "cpu"),
+    *("--learning-rate", "0.001", "--device", "cpu", "--dtype", "float32"),
 ]
 
 

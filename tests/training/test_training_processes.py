@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 COMMON = [
     *("--rows-per-step", "4", "--window", "8", "--validation-rows", "2"),
     *("--length", "60", "--device", "cpu", "--learning-rate", "0.001"),
-    *("--save-steps", "1", "--gradient-checkpointing"),
+    *("--save-steps", "1", "--gradient-checkpointing", "--dtype", "float32"),
 ]
 WGKV = ["--lambdas", "1.2", "--steps", "6", "--loss-on", "answers"]
 ADAPTER = ["--targets", "4", "--steps-per-ratio", "2", "--loss-on", "answers"]
@@ -113,7 +113,8 @@ def test_two_processes_give_what_one_gives(
         stop_after(patch, 2)
         module.main(command(tiny_model, conversations, two, options))
     trainer = module.__name__.split(".")[-1]
-    told = in_two_processes(trainer, command(tiny_model, conversations, two, options))
+    again = [*options, "--keep-teacher"]
+    told = in_two_processes(trainer, command(tiny_model, conversations, two, again))
     assert told.count(f"wrote {two / Path(file).parts[0]}\n") == 1
     want, got = state_of(one), state_of(two)
     assert want["step"] == got["step"] == 6

@@ -131,6 +131,19 @@ def test_the_teacher_is_the_model(
 
 
 @torch.no_grad()
+def test_a_kept_teacher_computes_a_row_once(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
+) -> None:
+    plain = load_base(str(tiny_model), "cpu", torch.float32)
+    kept = load_base(str(tiny_model), "cpu", torch.float32, kept=tmp_path / "kept")
+    first = [kept.hidden(ids(count)) for count in (20, 30)]
+    monkeypatch.delattr(Base, "_computed")  # so that it cannot compute again
+    again = [kept.hidden(ids(count)) for count in (20, 30)]
+    monkeypatch.undo()
+    want = [plain.hidden(ids(count)) for count in (20, 30)]
+    torch.testing.assert_close([first, again], [want, want], rtol=0, atol=0)
+
+
 def test_open_gates_give_the_teacher(base: Base) -> None:
     weights = constant_gates(base, 30.0)
     teacher = base.hidden(ids(50))

@@ -219,7 +219,7 @@ def test_a_model_in_bfloat16(tiny_model: Path, tmp_path: Path) -> None:
 OPTIONS = [
     *("--window", "8", "--steps", "3", "--rows-per-step", "2", "--sinks", "2"),
     *("--validation-rows", "2", "--lambdas", "0.1", "20", "--learning-rate", "0.1"),
-    *("--device", "cpu"),
+    *("--device", "cpu", "--dtype", "float32"),
 ]
 
 
