@@ -166,8 +166,13 @@ def values_among(extra: list[str]) -> dict[str, Any]:
 
     parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
     add_arguments(parser)
+    # vLLM takes the names of flags in both spellings.
+    words = [
+        re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), word)
+        for word in extra
+    ]
     try:
-        return given_values(vars(parser.parse_known_args(extra)[0]))
+        return given_values(vars(parser.parse_known_args(words)[0]))
     except argparse.ArgumentError as error:
         raise ValueError(f"ARGS: {error}") from None
 
