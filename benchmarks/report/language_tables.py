@@ -31,12 +31,13 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `files`, of which the texts count that all have; `places`, a list of
             [budget, interval], by default the first file's; `rows`, by default all
-            policies. The rows are in the order of the first place.
+            policies; `held`, true for what was held at the first place, relative to
+            full KV. The rows are in the order of the first place.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
     """
-    check_keys(wanted, {"files"}, {"places", "rows"})
+    check_keys(wanted, {"files"}, {"places", "rows", "held"})
     found = _read(wanted, folder)
     places = _places(wanted, found)
     known = dict.fromkeys(policy for policy, *_ in found)
@@ -46,6 +47,10 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     table = [["policy", *(f"budget {k}, interval {i}" for k, i in places)]]
     full = [f"{fmean(_loss(found, base, *place)):.3f} nats" for place in places]
     table.append([f"`{base}`", *full])
+    held = _held(wanted, folder, places[0])
+    if wanted.get("held"):
+        table[0].append("held")
+        table[1].append("1")
     for name in sorted(names, key=means.__getitem__):
         above = [
             estimate_difference(_loss(found, name, *place), _loss(found, base, *place))
@@ -54,8 +59,19 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
         cells = [
             f"{some.mean:+.3f} [{some.low:.3f}, {some.high:.3f}]" for some in above
         ]
+        cells += [f"{held[name]:.2f}"] if wanted.get("held") else []
         table.append([f"`{name}`", *cells])
     return table
+
+
+def _held(wanted: Row, folder: Path, place: tuple[int, int]) -> dict[str, float]:
+    """Return what policies held of full KV's tokens, as far as records say it."""
+    return {
+        row["policy"]: row["held"]
+        for name in wanted["files"]
+        for row in read(folder / name, "rows")["rows"]
+        if (row["budget"], row["interval"]) == place and row.get("held") is not None
+    }
 
 
 def _base(known: Collection[str]) -> str:
