@@ -184,6 +184,14 @@ def test_peak_blocks_counts_a_shared_prefix_until_the_event():
     assert footprint.peak_blocks(500, num_shared=4) == 3 + 4 + 3
 
 
+def test_drafts_have_superblocks_up_to_the_longest_request_and_no_further():
+    """Of 16 tokens: 3 drafts behind 30 take a third one, behind 47 of 48 no fourth."""
+    plan = EventPlan(100, 64, 32, 4096, 0, 10)
+    footprint = Footprint(plan, 8, 16, ahead=3, longest=48)
+    assert [footprint.blocks(n) for n in (29, 30, 45, 46, 47, 48)] == [2, 3, 3, 3, 3, 3]
+    assert footprint.blocks(np.array([29, 46, 48])).tolist() == [2, 3, 3]
+
+
 def test_peak_blocks_far_past_the_point_where_it_settles():
     rng = random.Random(6)
     for _ in range(40):

@@ -30,6 +30,8 @@ DEAREST = (
     "csrc/test_sources_compile.py",
     "engine/test_prefix_caching.py",
     "engine/test_oracles.py",
+    "engine/test_layers_that_draft.py",
+    "engine/test_sliding_replay.py",
     "engine/test_sliding_prefixes.py",
     "worker/test_event_chain.py",
     "engine/test_quest.py",
