@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import replace
 from itertools import repeat
 
+import numpy as np
 import pytest
 
 from support.event_oracle import Case, walk_events, walk_peak
