@@ -275,6 +275,18 @@ def is_first_process(engine_args: Any) -> bool:
     return engine_args._api_process_count == 1 or engine_args._api_process_rank < 0
 
 
+def policy_variables() -> dict[str, str]:
+    """Return the variables of the environment that may be flags of ours."""
+    return {k: text for k, text in os.environ.items() if k.startswith("VLLM_KV_")}
+
+
+def known_variables() -> dict[str, Any]:
+    """Return the environment variables that vLLM knows, by name; its own dict."""
+    from vllm import envs
+
+    return envs.environment_variables
+
+
 def environment_flag(name: str) -> bool:
     """Return one of vLLM's own switches, such as "VLLM_BATCH_INVARIANT"."""
     from vllm import envs

@@ -86,6 +86,44 @@ def test_flags_win_over_additional_config_and_keep_the_rest():
     assert before["kv_policy"]["budget"] == 256
 
 
+def test_each_flag_is_a_variable_too():
+    values = {"POLICY": "ams-tova", "BUDGET": "auto", "INTERVAL": "64", "LIVE": "1"}
+    values |= {"EVENTS": "pressure", "PIN": "128", "RECENT": "", "SINKS": "0"}
+    values |= {"CEILING": "900", "POLICY_CONFIG": '{"segments": 2}'}
+    given = {f"VLLM_KV_{name}": text for name, text in values.items()}
+    found = cli.from_environment({**given, "VLLM_KV_CACHE_LAYOUT": "NHD"})
+    assert found == {
+        **{"policy": "ams-tova", "budget": "auto", "interval": 64, "live": True},
+        **{"events": "pressure", "pin": 128, "sinks": 0, "ceiling": 900},
+        "policy_config": {"segments": 2},
+    }
+    assert found.keys() == set(cli.ARGUMENTS.values()) - {"recent"}
+    assert cli.from_environment({**given, "VLLM_KV_POLICY": "none"}) == {}
+    assert cli.from_environment({**given, "VLLM_KV_LIVE": "0"}).get("live") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("BUDGET", "many", "kv_budget: got 'many', expected an integer"),
+        ("POLICY", "tofa", "'tofa'"),
+        ("EVENTS", "never", "invalid choice: 'never'"),
+        ("LIVE", "yes", "got 'yes', expected 0 or 1"),
+    ],
+)
+def test_bad_variables_are_named(name, text, said):
+    with pytest.raises(ValueError, match=f"^VLLM_KV_{name}: .*{said}"):
+        cli.from_environment({f"VLLM_KV_{name}": text})
+
+
+def test_flags_and_additional_config_win_over_variables():
+    before = {"kv_policy": {"policy": "tova", "budget": 256}}
+    under = {"policy": "h2o", "budget": 512, "interval": 64}
+    merged = cli.merge(before, {"budget": 128}, under)
+    assert merged["kv_policy"] == {"policy": "tova", "budget": 128, "interval": 64}
+    assert cli.merge(None, {}, under) == {"kv_policy": under}
+
+
 def test_without_flags_additional_config_is_the_same_object():
     before = {"other": 1}
     assert cli.merge(before, {}) is before

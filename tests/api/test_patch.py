@@ -7,7 +7,7 @@ from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from vllm import SamplingParams
+from vllm import SamplingParams, envs
 from vllm.engine.arg_utils import EngineArgs
 from vllm.exceptions import VLLMValidationError
 from vllm.plugins import load_general_plugins
@@ -213,6 +213,26 @@ def test_what_flash_attention_does_not_do_is_tritons(
     monkeypatch.setattr(compat, "gpu_capability", lambda: (major, 0))
     monkeypatch.setattr(compat, "import_module", lambda name: None)
     assert compat.cuda_attention_backend(model, "auto", cache_dtype) == expected
+
+
+def test_any_program_that_starts_vllm_gets_the_policy_of_the_environment(
+    tiny_model, monkeypatch
+):
+    """And vLLM knows our variables, but no others that begin alike."""
+    for name, text in {"POLICY": "tova", "BUDGET": "96", "BUGDET": "1"}.items():
+        monkeypatch.setenv(f"VLLM_KV_{name}", text)
+    known = dict(envs.environment_variables)
+    monkeypatch.setattr(envs, "environment_variables", known)
+    patch.install()
+    assert {"VLLM_KV_POLICY", "VLLM_KV_BUDGET"} <= known.keys()
+    assert "VLLM_KV_BUGDET" not in known
+    config = engine_args(tiny_model).create_engine_config()
+    found = config.additional_config["kv_policy"]
+    assert (found["policy"], found["budget"]) == ("tova", 96)
+    assert config.scheduler_config.scheduler_cls is not None
+    monkeypatch.setenv("VLLM_KV_POLICY", "none")
+    stock = engine_args(tiny_model).create_engine_config()
+    assert "kv_policy" not in (stock.additional_config or {})
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
@@ -30,6 +31,8 @@ ARGUMENTS = {
     "kv_policy_config": "policy_config",
     "kv_live": "live",
 }
+VARIABLES = {f"VLLM_{name.upper()}": name for name in ARGUMENTS}
+"""Of the environment, by which flags are set where another program starts vLLM."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,8 +105,48 @@ def given_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def merge(additional_config: Any, given: Mapping[str, Any]) -> Any:
+def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the plain form of the flags that are environment variables.
+
+    The variable of `--kv-budget` is VLLM_KV_BUDGET; an empty one says nothing, and
+    VLLM_KV_POLICY=none makes all others say nothing.
+
+    Raises:
+        ValueError: naming the variable, its value and what is valid.
+    """
+    if environment.get("VLLM_KV_POLICY") == NONE:
+        return {}
+    found: dict[str, Any] = {}
+    for variable, name in VARIABLES.items():
+        text = environment.get(variable)
+        if not text:
+            continue
+        parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+        add_arguments(parser)
+        flag = f"--{name.replace('_', '-')}"
+        try:
+            if name == "kv_live":
+                words = {"0": [], "1": [flag]}.get(text)
+                if words is None:
+                    raise ValueError(f"got {text!r}, expected 0 or 1")
+            else:
+                words = [f"{flag}={text}"]
+            found |= given_values(vars(parser.parse_args(words)))
+        except (ValueError, argparse.ArgumentError) as error:
+            said = getattr(error, "message", str(error))
+            raise ValueError(f"{variable}: {said}") from None
+    return found
+
+
+def merge(
+    additional_config: Any,
+    given: Mapping[str, Any],
+    under: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     """Put given values in plain form, which win, into vLLM's `additional_config`.
+
+    Args:
+        under: values over which those of `additional_config` win, too.
 
     Returns:
         `additional_config` itself where nothing is given, else a new dict.
@@ -112,7 +155,7 @@ def merge(additional_config: Any, given: Mapping[str, Any]) -> Any:
         ValueError: `additional_config` cannot hold values, or holds something else
             under our key.
     """
-    if not given:
+    if not given and not under:
         return additional_config
     if not isinstance(additional_config or {}, Mapping):
         raise ValueError(
@@ -126,7 +169,7 @@ def merge(additional_config: Any, given: Mapping[str, Any]) -> Any:
             f"additional_config: got {shown(present)} under {CONFIG_KEY!r}, expected a "
             "mapping"
         )
-    merged[CONFIG_KEY] = {**present, **given}
+    merged[CONFIG_KEY] = {**under, **present, **given}
     return merged
 
 

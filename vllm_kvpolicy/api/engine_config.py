@@ -65,7 +65,8 @@ def read_command_line(engine_args: Any, args: Any) -> None:
     """
     with errors(is_command=True):
         given = cli.given_values(vars(args))
-        merged = cli.merge(engine_args.additional_config, given)
+        under = cli.from_environment(compat.policy_variables())
+        merged = cli.merge(engine_args.additional_config, given, under)
         _check_name(merged)
     if isinstance(merged, dict) and CONFIG_KEY in merged:
         merged = {ENGINE_KEY: uuid4().hex, **merged}
@@ -81,10 +82,13 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     Raises:
         ValueError: the policy is not valid, or cannot run on this machine.
     """
-    additional = engine_args.additional_config
+    with errors(_is_command(engine_args)):
+        under = cli.from_environment(compat.policy_variables())
+        additional = cli.merge(engine_args.additional_config, {}, under)
     values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     if values is None:
         return None
+    engine_args.additional_config = additional
     with errors(_is_command(engine_args)):
         _check_name(additional)
         config = KVPolicyConfig.from_dict(values)

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.usage.usage_lib import UsageContext
 
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import (
     chats,
     cli,
@@ -33,6 +34,9 @@ def install() -> None:
     _wrap(table.ADD_CLI_ARGS, _with_flags)
     _wrap(table.FROM_CLI_ARGS, _with_given_values)
     _wrap(table.CREATE_ENGINE_CONFIG, _with_policy)
+    # vLLM warns of variables that it does not know, or refuses to start.
+    for name in cli.VARIABLES.keys() & compat.policy_variables():
+        compat.known_variables().setdefault(name, compat.policy_variables)
 
 
 def _wrap(patch: table.Patch, make: Callable[[Callable], Callable]) -> None:
