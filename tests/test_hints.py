@@ -55,7 +55,7 @@ def test_ranges_are_sorted_and_those_that_touch_are_one():
         ),
         (
             {"kv_keep_messages": [0]},
-            "kv_keep_messages: got [0], expected kv_keep with tokens: only chat c",
+            "kv_keep_messages: got [0], expected kv_keep with tokens: only chats",
         ),
     ],
 )

@@ -86,7 +86,7 @@ def read_hints(asked: Mapping[str, Any]) -> Hints:
     """
     for key, ranges in MESSAGE_KEYS.items():
         if key in asked:
-            expected = f"{ranges} with tokens: only chat completions count messages"
+            expected = f"{ranges} with tokens: only chats count messages"
             raise wrong(key, asked[key], expected)
     keep, drop = (ranges_of(key, asked.get(key, [])) for key in (KEEP, DROP_FIRST))
     for (_, end), (first, _) in pairwise(sorted(keep + drop)):

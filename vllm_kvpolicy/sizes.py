@@ -444,7 +444,8 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     max_model_len = vllm_config.model_config.max_model_len
     sizes = block_size, query_rows(vllm_config)
     beside = other_groups(vllm_config).most_blocks(max_model_len, 1)
-    held = most_blocks(vllm_config, config, 1, max_model_len) + beside
+    counted = min(config.pins, max_model_len) if isinstance(config.pins, int) else 0
+    held = most_blocks(vllm_config, config, max(counted, 1), max_model_len) + beside
     whole = -(-max_model_len // block_size) + beside
     info = config.resolved().info
     if info.is_unbounded:
@@ -466,8 +467,8 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"tokens ever drops any{'' if config.is_auto else ', lower --kv-budget'}"
         )
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
-    is_pinned = config.pins not in (NONE, 0)
-    pinned = f" and what is pinned ({config.pins})" if is_pinned else ""
+    pinned = "" if config.pins in (NONE, 0) else f" and what is pinned ({config.pins})"
+    pinned = f" with {counted} pinned tokens" if counted else pinned
     if config.events == PRESSURE:
         most = vllm_config.scheduler_config.max_num_seqs
         is_high = fit < most and not config.is_auto

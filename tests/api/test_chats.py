@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.logger import _print_warning_once
 
 from vllm_kvpolicy.api import chats
 from vllm_kvpolicy.api.request_guards import KVPolicyRequestError
@@ -19,7 +20,7 @@ ANSWER = {"role": "assistant", "content": "So."}
 
 
 def text_of(message: dict[str, Any]) -> str:
-    parts = message["content"]
+    parts = message["content"] or ""
     if not isinstance(parts, str):
         parts = "".join(part["text"] for part in parts)
     return f"<{message['role']}>{parts}"
@@ -87,13 +88,19 @@ def test_messages_become_ranges_of_their_content():
 
 @pytest.mark.parametrize(
     ("index", "valid"),
-    [(3, "from 0 to 2"), (-1, "from 0 to 2"), ("1", "indices"), (2, "shows")],
+    [(3, "from 0 to 2"), (-1, "from 0 to 2"), ("1", "indices"), (0, "shows")],
 )
 def test_messages_that_cannot_be_found_are_refused(index, valid):
-    """The third one has nothing in it that shows."""
-    chat = [USER, ANSWER, {**USER, "content": ""}]
+    """The template leaves the first one out."""
+    chat = [SYSTEM, USER, ANSWER]
     with pytest.raises(KVPolicyRequestError, match=f"kv_keep_messages: got .*{valid}"):
-        put(chat, {"kv_keep_messages": [index]})
+        put(chat, {"kv_keep_messages": [index]}, tokens_of=without_system)
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_of_a_message_without_text_nothing_stays_or_goes(content):
+    chat = [USER, {"role": "assistant", "content": content}, USER]
+    assert put(chat, {"kv_drop_messages": [1]})["kv_drop_first"] == []
 
 
 def test_a_message_cannot_stay_and_go():
@@ -106,7 +113,8 @@ def test_a_message_cannot_stay_and_go():
 @pytest.mark.parametrize("key", ["kv_pin", *MESSAGE_KEYS])
 def test_what_is_found_in_a_whole_prompt_is_refused_for_a_cut_one(key):
     asked = {"kv_pin": "system"} if key == "kv_pin" else {key: [0]}
-    words = f"{key}: got .*, expected none with truncate_prompt_tokens"
+    other = MESSAGE_KEYS.get(key, "a number")
+    words = f"{key}: got .*, expected {other}, .* by truncate_prompt_tokens"
     with pytest.raises(KVPolicyRequestError, match=words):
         put([SYSTEM, USER], asked, truncate_prompt_tokens=20)
     put([SYSTEM, USER], None, truncate_prompt_tokens=20)  # of the server: not asked for
@@ -129,10 +137,13 @@ def too_long(messages: list[Any], tools: Any) -> list[int]:
 )
 def test_a_template_of_which_nothing_can_be_pinned(template, words, policy_log):
     """Who asks for it is told; the server's own pin is written to its log."""
+    _print_warning_once.cache_clear()
     with pytest.raises(KVPolicyRequestError, match=f"kv_pin: got 'system', .*{words}"):
         put([SYSTEM, USER], {"kv_pin": "system"}, tokens_of=template)
-    assert put([SYSTEM, USER], None, tokens_of=template) == {"kv_pin": 0}
-    assert "nothing is pinned of a chat: kv_pin: got 'system'" in policy_log.text
+    for _ in range(2):
+        assert put([SYSTEM, USER], None, tokens_of=template) == {"kv_pin": 0}
+    said = "nothing is pinned of a chat: kv_pin: got 'system'"
+    assert policy_log.text.count(said) == 1
     if template is without_system:
         assert put([USER], {"kv_pin": "system"}, tokens_of=template)["kv_pin"] > 0
 

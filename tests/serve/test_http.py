@@ -121,7 +121,7 @@ def test_dashboard_and_alerts_read_series_that_are_there(server):
         ({"kv_pin": "all"}, ["kv_pin: got 'all'", "'system'", "a number of tokens"]),
         ({"kv_pin": "system"}, ["kv_pin: got 'system'", "no chat template"]),
         ({"kv_keep": [8]}, ["kv_keep: got [8]", "a list of first, end"]),
-        ({"kv_keep_messages": [0]}, ["kv_keep with tokens", "only chat completions"]),
+        ({"kv_keep_messages": [0]}, ["kv_keep with tokens", "only chats"]),
         ({"kv_policy_engine": "../x"}, ["'kv_policy_engine'", "kv_budget"]),
     ],
 )

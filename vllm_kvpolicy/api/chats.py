@@ -85,14 +85,16 @@ async def put_tokens(
     with client_errors():
         if getattr(request, "truncate_prompt_tokens", None) is not None:
             for key in sorted(keys & asked.keys()):
-                raise wrong(key, asked[key], "none with truncate_prompt_tokens")
+                other = MESSAGE_KEYS.get(key, "a number")
+                expected = f"{other}, which counts the tokens that are left"
+                raise wrong(key, asked[key], f"{expected} by truncate_prompt_tokens")
         if "kv_pin" in keys:
             try:
                 asked["kv_pin"] = await system_tokens(render, messages, known)
             except ValueError as error:
                 if "kv_pin" in asked:
                     raise
-                logger.warning_once("nothing is pinned of a chat: %s", error)
+                logger.warning_once("nothing is pinned of a chat: %s", str(error))
                 asked["kv_pin"] = 0
         wanted = {
             key: _indices(key, asked.pop(key), len(messages))
@@ -137,12 +139,14 @@ async def system_tokens(
 
 async def message_tokens(
     render: Render, messages: Sequence[Any], known: Sequence[int], key: str, index: int
-) -> tuple[int, int]:
-    """Return the range of what the template makes of the content of a message.
+) -> tuple[int, ...]:
+    """Return the range of what the template makes of the content of a message, if any.
 
     Raises:
         ValueError: nothing of it shows, or the chat has no tokens without it.
     """
+    if not dict(messages[index]).get("content"):  # but tool calls, perhaps
+        return ()
     others = list(messages)
     others[index] = {**dict(messages[index]), "content": OTHER}
     other = await render(others)

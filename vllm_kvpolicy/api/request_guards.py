@@ -131,11 +131,16 @@ def check_params(
     tokens = prompt_tokens + (params.max_tokens or longest)
     # What a step drafts past the end takes superblocks, too.
     tokens = min(tokens + vllm_config.num_speculative_tokens, longest)
-    _check_size(prompt_tokens, tokens, vllm_config, config)
+    own = " of the server" if "kv_pin" not in (params.extra_args or {}) else ""
+    _check_size(prompt_tokens, tokens, vllm_config, config, own)
 
 
 def _check_size(
-    prompt_tokens: int, tokens: int, vllm_config: Any, config: KVPolicyConfig | None
+    prompt_tokens: int,
+    tokens: int,
+    vllm_config: Any,
+    config: KVPolicyConfig | None,
+    own: str,
 ) -> None:
     """Raise ValueError where a request of `tokens` in the end outgrows the pool."""
     num_blocks, block_size = smallest_pool(vllm_config), own_block_size(vllm_config)
@@ -162,7 +167,7 @@ def _check_size(
         if fits:
             most = pins[fits - 1]
             raise ValueError(
-                f"kv_pin: got {config.pins!r}, expected {NONE!r}"
+                f"kv_pin: got {config.pins!r}{own}, expected {NONE!r}"
                 f"{f' or at most {most} tokens' if most else ''}: pinned tokens stay, "
                 f"and so {needs}, of {pool} in the pool; or lower max_tokens"
             )

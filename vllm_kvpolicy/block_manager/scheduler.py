@@ -498,10 +498,10 @@ class KVPolicySchedulerMixin(CountingMixin):
             said["hints"] = state.plan.hints.said(request.num_tokens)
         if self.kv_policy_config.report_events:
             said["dropped"] = list(state.dropped.values())
-            if state.pinned:
-                said["pinned"] = state.pinned_tokens
             if state.earlier:
                 said["before_preemption"] = list(state.earlier)
+        if said and state.pinned:
+            said["pinned"] = state.pinned_tokens
         return {"kv_policy": said} if said else None
 
     def shutdown(self) -> None:
