@@ -483,13 +483,13 @@ def test_good_requests_pass(small_pool):
         (
             PINNING,
             request(200, 120),
-            "^kv_pin: got 'prompt' of the server, expected 'none': pinned tokens stay, and so this "
-            "request needs up to 10 superblocks .* of 8 in the pool; or lower max_tok",
+            "^kv_pin: got 'prompt' of the server, expected 'none': pinned tokens stay, "
+            "and so this request needs up to 10 superblocks .* of 8 in the pool; or lower max_tok",
         ),
         (
             KVPolicyConfig("tova", 64, 64, prefill_interval_tokens=64, pin="prompt"),
             request(200, 120),
-            "^kv_pin: got 'prompt' of the server, expected 'none' or at most 64 tokens: ",
+            "^kv_pin: got 'prompt' of the server, expected 'none' or at most 64 tokens",
         ),
         (
             KVPolicyConfig("tova", 512, 64, pin="prompt"),
