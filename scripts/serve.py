@@ -461,6 +461,8 @@ def main() -> int:
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
+    if not has_policy(options):
+        os.environ["VLLM_KV_POLICY"] = "none"
     command = build_command(options, device)
     if (ROOT / options.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"

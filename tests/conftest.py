@@ -16,6 +16,8 @@ os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+for name in [name for name in os.environ if name.startswith("VLLM_KV_")]:
+    del os.environ[name]  # a policy of whoever runs the tests
 # They hold tests, which files of tests import.
 TWINS = ("moves", "page_tables", "reductions", "selection", "stages", "window_usage")
 pytest.register_assert_rewrite(*(f"support.twins_of_{each}" for each in TWINS))

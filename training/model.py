@@ -6,13 +6,13 @@ Source: the biases of WG-KV (arXiv 2512.17452) section 3.4 and DMS (arXiv 2506.0
 section 3. Deviations: an explicit bias on blocks of queries.
 """
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.nn.functional as F
@@ -96,8 +96,8 @@ class WeighedAttention(torch.autograd.Function):
 
     A block of queries attends to each key up to twice: as one of its newest, and as
     one outside its window, whose log weight stands in a channel of its own. Which of
-    the two a query sees is a mask without a gradient, so fused kernels serve the
-    forward pass; the backward pass computes a block's attention weights by formula.
+    the two a query sees is a mask without a gradient, so that a CPU's fused kernel
+    serves the forward pass; the backward pass computes a block's weights by formula.
     """
 
     @staticmethod
@@ -309,10 +309,12 @@ class Base:
     @torch.no_grad()
     def _recalled(self, row: torch.Tensor, folder: Path) -> torch.Tensor:
         """Return what a file has of a row, which is written where there is none."""
-        told = f"{self.model.name_or_path} {self.dtype} {row.tolist()}"
+        norm = self.decoder.norm.weight.tolist()  # other weights have another one
+        told = f"{self.model.name_or_path} {self.dtype} {norm} {row.tolist()}"
         file = folder / f"{sha256(told.encode()).hexdigest()}.safetensors"
         if not file.exists():
-            fresh = file.with_suffix(f".{os.getpid()}")  # processes have rows in common
+            # Processes have rows in common.
+            fresh = file.with_suffix(f".{uuid4().hex}")
             save_file({"hidden": self._computed(row, None).contiguous()}, fresh)
             fresh.replace(file)
         return load_file(file)["hidden"].to(self.device)

@@ -63,7 +63,8 @@ class Hints:
         )
         missed = sorted((*self.missed, *late_keep, *late_drop))
         said = {"keep": keep, "drop_first": drop, "missed": missed}
-        return {name: [*chain(*ranges)] for name, ranges in said.items()}
+        flat = {name: [*chain(*ranges)] for name, ranges in said.items()}
+        return {name: [*chain(*ranges_of(name, some))] for name, some in flat.items()}
 
 
 def _cut(ranges: Ranges, place: int) -> tuple[Ranges, Ranges]:

@@ -16,7 +16,7 @@ class LLM(vllm.LLM):
     """vLLM's `LLM` that also takes the policy: the command line's flags as keywords.
 
     Args:
-        kv_policy: None is stock vLLM.
+        kv_policy: None is stock vLLM, unless the environment has VLLM_KV_POLICY.
         kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
             share of a request.
         kv_events: "pressure", the default, or "always": when requests are cut.

@@ -140,7 +140,7 @@ def rows(texts: list[str], count: int, seed: int) -> Iterator[dict[str, object]]
     book, guides = texts[-1], [text for text in texts[:-1] if len(text) > max(SIZES)]
     for number in range(count):
         source, size = rng.choice([book, *rng.sample(guides, 3)]), rng.choice(SIZES)
-        start = source.index("\n", rng.randrange(len(source) - size + 1) - 1)
+        start = source.index("\n", max(rng.randrange(len(source) - size + 1) - 1, 0))
         passage = source[start : start + size].strip()
         if number % 3 == 0:
             yield {"messages": _conversation(passage, rng)}

@@ -47,8 +47,11 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     table = [["policy", *(f"budget {k}, interval {i}" for k, i in places)]]
     full = [f"{fmean(_loss(found, base, *place)):.3f} nats" for place in places]
     table.append([f"`{base}`", *full])
-    held = _held(wanted, folder, places[0])
+    held = {}
     if wanted.get("held"):
+        held = _held(wanted, folder, places[0])
+        if lacking := [name for name in names if name not in held]:
+            raise ValueError(f"table: expected what was held, got none of {lacking}")
         table[0].append("held")
         table[1].append("1")
     for name in sorted(names, key=means.__getitem__):

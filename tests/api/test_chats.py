@@ -125,6 +125,13 @@ def without_system(messages: list[Any], tools: Any) -> list[int]:
     return tokens_of([each for each in messages if each["role"] != "system"], tools)
 
 
+def system_last(messages: list[Any], tools: Any) -> list[int]:
+    """A template that puts system messages before the last question."""
+    *others, last = [each for each in messages if each["role"] != "system"]
+    system = [each for each in messages if each["role"] == "system"]
+    return tokens_of([*others, *system, last], tools)
+
+
 def too_long(messages: list[Any], tools: Any) -> list[int]:
     if messages[-1]["content"] == chats.OTHER:
         raise ValueError("prompt is too long")
@@ -133,19 +140,33 @@ def too_long(messages: list[Any], tools: Any) -> list[int]:
 
 @pytest.mark.parametrize(
     ("template", "words"),
-    [(without_system, "this one leaves them out"), (too_long, "prompt is too long")],
+    [
+        (without_system, "this one does not"),
+        (system_last, "this one does not"),
+        (too_long, "prompt is too long"),
+    ],
 )
 def test_a_template_of_which_nothing_can_be_pinned(template, words, policy_log):
     """Who asks for it is told; the server's own pin is written to its log."""
     _print_warning_once.cache_clear()
+    chat = [SYSTEM, USER, ANSWER, USER]
     with pytest.raises(KVPolicyRequestError, match=f"kv_pin: got 'system', .*{words}"):
-        put([SYSTEM, USER], {"kv_pin": "system"}, tokens_of=template)
+        put(chat, {"kv_pin": "system"}, tokens_of=template)
     for _ in range(2):
-        assert put([SYSTEM, USER], None, tokens_of=template) == {"kv_pin": 0}
+        assert put(chat, None, tokens_of=template) == {"kv_pin": 0}
     said = "nothing is pinned of a chat: kv_pin: got 'system'"
     assert policy_log.text.count(said) == 1
     if template is without_system:
         assert put([USER], {"kv_pin": "system"}, tokens_of=template)["kv_pin"] > 0
+
+
+def test_a_system_message_may_be_the_templates_own():
+    def with_default(messages: list[Any], tools: Any) -> list[int]:
+        has_own = messages[0]["role"] == "system"
+        return tokens_of(messages if has_own else [SYSTEM, *messages], tools)
+
+    asked = put([SYSTEM, USER], {"kv_pin": "system"}, tokens_of=with_default)
+    assert asked == {"kv_pin": len("[]<system>Be brief.<user>")}
 
 
 def test_a_template_may_ask_for_a_system_message():

@@ -122,6 +122,7 @@ def test_flags_and_additional_config_win_over_variables():
     merged = cli.merge(before, {"budget": 128}, under)
     assert merged["kv_policy"] == {"policy": "tova", "budget": 128, "interval": 64}
     assert cli.merge(None, {}, under) == {"kv_policy": under}
+    assert cli.merge(None, {}, {"budget": 512}) is None  # nobody names a policy
 
 
 def test_without_flags_additional_config_is_the_same_object():

@@ -483,13 +483,13 @@ def test_good_requests_pass(small_pool):
         (
             PINNING,
             request(200, 120),
-            "^kv_pin: got 'prompt' of the server, expected 'none': pinned tokens stay, "
-            "and so this request needs up to 10 superblocks .* of 8 in the pool; or ",
+            "^kv_pin: got 'prompt', asked for or by default, expected 'none': pinned "
+            "tokens stay, and so this request needs up to 10 superblocks .* of 8 in ",
         ),
         (
             KVPolicyConfig("tova", 64, 64, prefill_interval_tokens=64, pin="prompt"),
             request(200, 120),
-            "^kv_pin: got 'prompt' of the server, expected 'none' or at most 64 tokens",
+            "^kv_pin: got 'prompt', .* expected 'none' or at most 64 tokens",
         ),
         (
             KVPolicyConfig("tova", 512, 64, pin="prompt"),
@@ -506,10 +506,15 @@ def test_good_requests_pass(small_pool):
             request(200, 120),
             "shorten the prompt: this policy keeps every token$",
         ),
+        (
+            KVPolicyConfig("tova", 128, 64, allow=("quest",)),
+            request(200, 120, kv_policy="quest", kv_pin="prompt"),
+            "^kv_policy: with 'quest' .* this policy keeps every token$",
+        ),
     ],
     ids=[
         *("full cache", "pinned prompt", "pins that fit", "too long without pins"),
-        *("prompt read whole", "selection"),
+        *("prompt read whole", "selection", "pinned selection"),
     ],
 )
 def test_what_is_larger_than_the_pool_is_refused_with_advice(

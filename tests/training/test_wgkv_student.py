@@ -91,8 +91,8 @@ def test_attention_by_its_formula(
 ) -> None:
     monkeypatch.setattr(model_module, "BLOCK", block)
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, 40, 32, generator=generator)
-    key, value = torch.randn(2, 1, 2, 40, 32, generator=generator)
+    query = torch.randn(2, 4, 40, 32, generator=generator)
+    key, value = torch.randn(2, 2, 2, 40, 32, generator=generator)
     ends = []
     for by_formula in (True, False):
         weights = spread_gates(qwen3)
@@ -130,7 +130,6 @@ def test_the_teacher_is_the_model(
     assert base.rope_theta == {"qwen3": 1e4, "llama": 5e5}[flavour]
 
 
-@torch.no_grad()
 def test_a_kept_teacher_computes_a_row_once(
     monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -144,6 +143,7 @@ def test_a_kept_teacher_computes_a_row_once(
     torch.testing.assert_close([first, again], [want, want], rtol=0, atol=0)
 
 
+@torch.no_grad()
 def test_open_gates_give_the_teacher(base: Base) -> None:
     weights = constant_gates(base, 30.0)
     teacher = base.hidden(ids(50))

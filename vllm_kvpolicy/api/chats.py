@@ -5,7 +5,6 @@ place of what is looked for: as far as both agree, nothing of that shows.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from itertools import takewhile
 from typing import Any
 
@@ -119,22 +118,23 @@ async def system_tokens(
     """Return the tokens before the first message that is not the system's.
 
     Raises:
-        ValueError: the template leaves system messages out, or refuses a chat of them
-            and a question.
+        ValueError: the template leaves system messages out, puts them behind others, or
+            refuses a chat of them and a question.
     """
     first = [*takewhile(lambda each: _role(each) in ROLES, messages)]
+    replaced = [{**dict(each), "content": OTHER} for each in first]
     question = {"role": "user", "content": OTHER}
     try:
         other = await render([*first, question])
+        without = await render([*replaced, question]) if first else other
     except Exception as error:  # of the template, or about the length
         raise wrong("kv_pin", SYSTEM, f"a chat that can be rendered: {error}") from None
-    without = None
-    with suppress(Exception):  # some templates ask for such a message
-        without = await render([question]) if first else None
-    if other == without:
-        shown = "a chat template that shows system messages; this one leaves them out"
+    pinned = _num_equal(known, other)
+    end = len(other) - _num_equal(other[::-1], without[::-1])  # of what they show
+    if first and not 0 < end <= pinned:
+        shown = "a chat template that begins with system messages; this one does not"
         raise wrong("kv_pin", SYSTEM, shown)
-    return _num_equal(known, other)
+    return pinned
 
 
 async def message_tokens(

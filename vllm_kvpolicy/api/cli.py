@@ -146,7 +146,8 @@ def merge(
     """Put given values in plain form, which win, into vLLM's `additional_config`.
 
     Args:
-        under: values over which those of `additional_config` win, too.
+        under: values over which those of `additional_config` win, too; nothing where
+            nobody names a policy.
 
     Returns:
         `additional_config` itself where nothing is given, else a new dict.
@@ -155,7 +156,8 @@ def merge(
         ValueError: `additional_config` cannot hold values, or holds something else
             under our key.
     """
-    if not given and not under:
+    has_own = isinstance(additional_config, Mapping) and CONFIG_KEY in additional_config
+    if not given and not (under if has_own else "policy" in under):
         return additional_config
     if not isinstance(additional_config or {}, Mapping):
         raise ValueError(

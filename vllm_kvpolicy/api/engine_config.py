@@ -228,7 +228,8 @@ def _check_name(additional: Any) -> None:
 
 
 def _is_command(engine_args: Any) -> bool:
-    return ENGINE_KEY in engine_args.additional_config
+    additional = engine_args.additional_config
+    return isinstance(additional, Mapping) and ENGINE_KEY in additional
 
 
 def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:

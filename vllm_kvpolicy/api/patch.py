@@ -36,7 +36,8 @@ def install() -> None:
     _wrap(table.CREATE_ENGINE_CONFIG, _with_policy)
     # vLLM warns of variables that it does not know, or refuses to start.
     for name in cli.VARIABLES.keys() & compat.policy_variables():
-        compat.known_variables().setdefault(name, compat.policy_variables)
+        # Their values are not told: vLLM keys what it has compiled by them.
+        compat.known_variables().setdefault(name, lambda: None)
 
 
 def _wrap(patch: table.Patch, make: Callable[[Callable], Callable]) -> None:

@@ -131,16 +131,11 @@ def check_params(
     tokens = prompt_tokens + (params.max_tokens or longest)
     # What a step drafts past the end takes superblocks, too.
     tokens = min(tokens + vllm_config.num_speculative_tokens, longest)
-    own = " of the server" if "kv_pin" not in (params.extra_args or {}) else ""
-    _check_size(prompt_tokens, tokens, vllm_config, config, own)
+    _check_size(prompt_tokens, tokens, vllm_config, config)
 
 
 def _check_size(
-    prompt_tokens: int,
-    tokens: int,
-    vllm_config: Any,
-    config: KVPolicyConfig | None,
-    own: str,
+    prompt_tokens: int, tokens: int, vllm_config: Any, config: KVPolicyConfig | None
 ) -> None:
     """Raise ValueError where a request of `tokens` in the end outgrows the pool."""
     num_blocks, block_size = smallest_pool(vllm_config), own_block_size(vllm_config)
@@ -163,13 +158,18 @@ def _check_size(
     )
     if config is not None and config.pins not in (NONE, 0):
         pins = range(0, config.pinned_tokens(prompt_tokens), block_size)
-        fits = bisect_right(pins, pool, key=lambda pin: held(replace(config, pin=pin)))
+        fits = bisect_right(
+            pins,
+            pool,
+            key=lambda pin: held(replace(config, pin=pin, is_checked=True)),
+        )
         if fits:
             most = pins[fits - 1]
             raise ValueError(
-                f"kv_pin: got {config.pins!r}{own}, expected {NONE!r}"
-                f"{f' or at most {most} tokens' if most else ''}: pinned tokens stay, "
-                f"and so {needs}, of {pool} in the pool; or lower max_tokens"
+                f"kv_pin: got {config.pins!r}, asked for or by default, expected "
+                f"{NONE!r}{f' or at most {most} tokens' if most else ''}: pinned "
+                f"tokens stay, and so {needs}, of {pool} in the pool; or lower "
+                "max_tokens"
             )
     name = PER_REQUEST_OFF if config is None else config.policy
     raise ValueError(
