@@ -13,7 +13,7 @@ from benchmarks.provenance import collect
 DIGITS = 4
 PLACES = "places"
 HELD = ("held", "kept", "sinks_held")
-"""What lines of losses also have, and those of a peer; see `benchmarks.peer.losses`."""
+"""What lines of losses and tasks may have, and those of `benchmarks.peer.losses`."""
 
 
 def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
@@ -21,7 +21,7 @@ def rows_of(lines: Sequence[Line]) -> list[dict[str, Any]]:
 
     Returns:
         Rows with `part`; `ids` and `kinds` of the items; the part's figures by name, a
-        number per item; and of losses means over the texts of `places`, see
+        number per item; and means over the texts of `places`, see
         `losses.figures`, and of HELD.
     """
     groups: dict[tuple, list[Line]] = {}

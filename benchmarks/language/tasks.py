@@ -34,14 +34,14 @@ hides; `passage` hides nothing and gives beginnings of lines of the text again.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from benchmarks.language.engines import Asker, predictions
+from benchmarks.language.engines import Asker, Predicted, predictions
 from benchmarks.language.losses import DIGITS, first_event, losses_of
 from benchmarks.language.task_makers import MAKERS
 from benchmarks.language.texts import BOOK_NAMES, Encode, Text
@@ -109,12 +109,14 @@ class Answered:
     Attributes:
         losses: mean -log p of the tokens of each answer, [questions], nats.
         is_right: whether no token of it has a more probable one, [questions].
+        held: KV tokens that questions and answers read, beside full KV's.
     """
 
     text_tokens: int
     asked_tokens: int
     losses: np.ndarray
     is_right: np.ndarray
+    held: float = 1.0
 
 
 def problems(
@@ -210,14 +212,12 @@ def measure(
     """Return what was predicted for each problem's answers."""
     prompts = [problem.token_ids for problem in items]
     found = predictions(asker, prompts, policy, budget, 1)
-    return [
-        _answered(problem, one.entries)
-        for problem, one in zip(items, found, strict=True)
-    ]
+    return [_answered(problem, one) for problem, one in zip(items, found, strict=True)]
 
 
-def _answered(problem: Problem, entries: Sequence[Mapping[int, float]]) -> Answered:
-    """Return how answers were predicted; entry i is of the token at i + 1."""
+def _answered(problem: Problem, predicted: Predicted) -> Answered:
+    """Return how answers were predicted."""
+    entries = predicted.entries
     end = len(problem.text_ids) - 1
     losses, is_right = [], []
     for question, answer in problem.asked:
@@ -232,6 +232,7 @@ def _answered(problem: Problem, entries: Sequence[Mapping[int, float]]) -> Answe
         problem.asked_tokens,
         np.array(losses),
         np.array(is_right),
+        predicted.held_share(len(problem.text_ids)),
     )
 
 
@@ -239,7 +240,7 @@ def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
     """Return what is kept of the answers.
 
     Returns:
-        `right`: share of the answers; `loss`: their mean, nats.
+        `right`: share of the answers; `loss`: their mean, nats; `held`.
 
     Raises:
         ValueError: the text does not end in an event, or one comes after it.
@@ -258,4 +259,5 @@ def figures(answered: Answered, budget: int, interval: int) -> dict[str, Any]:
     return {
         "right": round(float(answered.is_right.mean()), DIGITS),
         "loss": round(float(answered.losses.mean()), DIGITS),
+        "held": round(answered.held, DIGITS),
     }

@@ -90,17 +90,20 @@ def means(wanted: Row, folder: Path) -> list[list[str]]:
         wanted: `files`, of which the items count that all have; `part`; `figures`,
             names of the part's figures, a column each, after the first of which rows
             are in order; `places`, a list of [budget, interval], by default the first
-            file's; `rows`, by default all policies.
+            file's; `rows`, by default all policies; `held`, see `losses`, where known.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
     """
-    check_keys(wanted, {"files", "part", "figures"}, {"places", "rows"})
+    check_keys(wanted, {"files", "part", "figures"}, {"places", "rows", "held"})
     figures = {name: _read(wanted, folder, name) for name in wanted["figures"]}
     first, found = next(iter(figures.items()))
     places = _places(wanted, found)
     names = wanted.get("rows", list(dict.fromkeys(policy for policy, *_ in found)))
-    table = [["policy", *(f"{name} at {k}/{i}" for name in figures for k, i in places)]]
+    shown = ["held"] if wanted.get("held") else []
+    held = _held(wanted, folder, places[0])
+    columns = [f"{name} at {k}/{i}" for name in figures for k, i in places]
+    table = [["policy", *columns, *shown]]
     best = {name: fmean(_loss(found, name, *places[0])) for name in names}
     for name in sorted(
         names, key=best.__getitem__, reverse=first not in LOWER_IS_BETTER
@@ -110,6 +113,7 @@ def means(wanted: Row, folder: Path) -> list[list[str]]:
             for figure, values in figures.items()
             for place in places
         ]
+        cells += [f"{held[name]:.2f}" if name in held else ""] * len(shown)
         table.append([f"`{name}`", *cells])
     return table
 
