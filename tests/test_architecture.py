@@ -10,7 +10,7 @@ import architecture_rules as rules
 from support.collection import DEAREST, rank
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_CHECKOUT_BYTES = 25 * 1024**2
+MAX_CHECKOUT_BYTES = 28 * 1024**2  # 3 MB of them gates of SmolLM2
 # A rule, the modules that break it, and what is in the first of them.
 VIOLATIONS = [
     (rules.every_module_has_a_room, ["novelty"], ""),

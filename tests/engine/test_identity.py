@@ -10,6 +10,7 @@ from functools import cache, partial
 from typing import Any
 
 import pytest
+import torch
 
 from support import sweeps
 from support.cpu import needs_float8
@@ -197,6 +198,10 @@ STOCK += [
 def test_what_never_cuts_is_stock(
     folders, runs: Runs, policy: str, values: dict[str, object], name: str
 ) -> None:
+    if name == "qwen3_next" and torch.cpu.get_capabilities().get("amx_bf16"):
+        pytest.skip(
+            "bfloat16 alone, whose products by AMX were not seen to be repeatable"
+        )
     case, stock = CASES[name], runs(None, name)
     model = folders(case.model)
     run = serve(model, {**named(policy), **values}, case.jobs(), **case.engine)

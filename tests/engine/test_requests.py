@@ -101,7 +101,8 @@ def test_hints_say_what_stays_and_what_goes_first(
         said = (
             (result.output.kv_transfer_params or {}).get("kv_policy", {}).get("hints")
         )
-        assert said == (hints.said() if hints else None)
+        length = len(result.job.prompt) + result.job.max_tokens
+        assert said == (hints.said(length) if hints else None)
         assert len(result.events) >= 3
         for event in result.events:
             ended = np.arange(event.pinned, event.frontier)
