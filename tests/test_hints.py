@@ -111,6 +111,15 @@ def test_what_is_pinned_does_not_go_first():
     assert sinks == Hints(drop_first=((4, 90),), missed=((2, 4),))
 
 
+def test_an_answer_may_name_more_ranges_than_a_request():
+    """All that both kinds may have, behind the last token of a short answer."""
+    starts = range(100, 100 + 8 * 256, 8)
+    keep, drop = ([n for s in starts for n in (s + k, s + k + 2)] for k in (0, 4))
+    request = server().with_request({"kv_keep": keep, "kv_drop_first": drop}, N)
+    said = request.hints_of(40, N).said(60)
+    assert said == {"keep": [], "drop_first": [], "missed": sorted(keep + drop)}
+
+
 def test_marks_lie_on_true_positions():
     """Of two events that keep different tokens, one without hints; padding has none."""
     hints = Hints(keep=((2, 4), (6, 7)), drop_first=((4, 6), (50, 90)))

@@ -4,7 +4,7 @@ A range is [first, end) of positions, counted from the first token of the prompt
 read where its tokens are: also ranges behind the prompt are valid, and wait.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import Any
@@ -22,8 +22,8 @@ class Hints:
     Args:
         keep: what every KV head keeps.
         drop_first: what goes before any other token goes, in every KV head.
-        missed: what has no effect: what does not fit the budget, and pinned tokens
-            that should go.
+        missed: what has no effect: what does not fit the budget, and pinned tokens and
+            sinks that should go.
     """
 
     keep: Ranges = ()
@@ -51,7 +51,7 @@ class Hints:
             missed += [(max(fits, start), end)] if fits < end else []
             room -= max(fits - max(start, first), 0)
         dropped, stays = _cut(self.drop_first, first)
-        return Hints(tuple(kept), dropped, tuple(sorted((*missed, *stays))))
+        return Hints(tuple(kept), dropped, _joined((*missed, *stays)))
 
     def said(self, num_tokens: int) -> dict[str, list[int]]:
         """Return what an answer of so many tokens, prompt included, says of them.
@@ -61,10 +61,9 @@ class Hints:
         (late_keep, keep), (late_drop, drop) = (
             _cut(ranges, num_tokens) for ranges in (self.keep, self.drop_first)
         )
-        missed = sorted((*self.missed, *late_keep, *late_drop))
-        said = {"keep": keep, "drop_first": drop, "missed": missed}
-        flat = {name: [*chain(*ranges)] for name, ranges in said.items()}
-        return {name: [*chain(*ranges_of(name, some))] for name, some in flat.items()}
+        missed = (*self.missed, *late_keep, *late_drop)
+        said = {"keep": keep, "drop_first": drop, "missed": _joined(missed)}
+        return {name: [*chain(*ranges)] for name, ranges in said.items()}
 
 
 def _cut(ranges: Ranges, place: int) -> tuple[Ranges, Ranges]:
@@ -109,11 +108,17 @@ def ranges_of(key: str, value: Any) -> Ranges:
         is_whole = all(type(number) is int for number in pair)
         if not (is_whole and 0 <= pair[0] < pair[1] <= MOST):
             raise wrong(key, list(pair), f"integers 0 <= first < end <= {MOST}")
+    found = _joined(pairs)
+    if len(found) > MOST_RANGES:
+        raise wrong(key, value, expected)
+    return found
+
+
+def _joined(pairs: Iterable[tuple[int, int]]) -> Ranges:
+    """Return sorted ranges, those that touch as one."""
     found: list[tuple[int, int]] = []
     for first, end in sorted(pairs):
         if found and first <= found[-1][1]:
             first, end = found[-1][0], max(found.pop()[1], end)
         found.append((first, end))
-    if len(found) > MOST_RANGES:
-        raise wrong(key, value, expected)
     return tuple(found)

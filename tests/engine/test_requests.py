@@ -98,11 +98,11 @@ def test_hints_say_what_stays_and_what_goes_first(
     for result in results.values():
         own = config.with_request(result.job.extra_args)
         hints = own.hints_of(len(result.job.prompt), BLOCK)
-        said = (
-            (result.output.kv_transfer_params or {}).get("kv_policy", {}).get("hints")
-        )
+        said = (result.output.kv_transfer_params or {}).get("kv_policy", {})
         length = len(result.job.prompt) + result.job.max_tokens
-        assert said == (hints.said(length) if hints else None)
+        assert said.get("hints") == (hints.said(length) if hints else None)
+        whole = own.pinned_tokens(len(result.job.prompt)) // BLOCK * BLOCK
+        assert said.get("pinned", 0) == whole
         assert len(result.events) >= 3
         for event in result.events:
             ended = np.arange(event.pinned, event.frontier)

@@ -13,6 +13,8 @@ import pytest
 
 from support.make import make
 from vllm_kvpolicy import compat
+from vllm_kvpolicy.policies.admissions import wgkv
+from vllm_kvpolicy.policies.admissions.dms import model as dms_model
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -68,8 +70,13 @@ def test_models_of_the_checkout_have_gates_of_their_own(arguments, gates):
     assert (gates in extra) if gates else "gates" not in extra
 
 
+LOADERS = {"wgkv_gates": wgkv.load, "dms_adapter": dms_model.load}
+
+
 @pytest.mark.parametrize(("name", "policy"), serve.GATES)
 def test_gates_of_the_checkout_are_there(name, policy):
+    key, path, window = serve.GATES[name, policy]
+    assert LOADERS[key](ROOT / path).window == window
     model = serve.PACKAGED_MODEL if name == serve.PACKAGED_NAME else name
     options = serve.parse(["--policy", policy, "--model", model])
     serve.choose_gates(options)
