@@ -50,6 +50,12 @@ RECORDS, ASKED = 12, 5
 """Lines that a conversation hides, and that it asks for."""
 
 
+def is_trained_on(name: str, wanted: re.Pattern[str]) -> bool:
+    """Return whether a package's file is wanted, and none that `texts` measures."""
+    is_measured = name.partition("/doc/src/")[2] in GUIDES
+    return wanted.fullmatch(name) is not None and not is_measured
+
+
 def _packed(folder: Path) -> Iterator[str]:
     """Yield the guides, and the book as one text."""
     for package, wanted in SOURCES.items():
@@ -58,9 +64,8 @@ def _packed(folder: Path) -> Iterator[str]:
             tarfile.open(download(package, Path(name))) as archive,
         ):
             for member in archive:
-                left_out = member.name.partition("/doc/src/")[2] in GUIDES
                 stored = archive.extractfile(member)
-                if stored and wanted.fullmatch(member.name) and not left_out:
+                if stored and is_trained_on(member.name, wanted):
                     yield stored.read().decode("utf-8")
     with (
         tempfile.TemporaryDirectory(dir=folder) as name,

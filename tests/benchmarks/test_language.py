@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.accuracy.servers import options_of, split
 from benchmarks.language import __main__ as language
-from benchmarks.language import losses, record, runs, texts
+from benchmarks.language import losses, record, runs, texts, training_text
 from benchmarks.language.engines import Engine, Predicted
 from benchmarks.language.texts import Text
 from benchmarks.report import tables
@@ -125,6 +125,28 @@ def test_each_token_is_looked_up_by_its_own_id():
     (text,) = made_texts(1)
     (found,) = losses.measure(FakeAsker(), "tova", 8, [text])
     assert found.losses == pytest.approx(np.array(text.token_ids[1:]) / 10)
+
+
+def test_no_text_that_is_measured_is_trained_on():
+    wanted = training_text.SOURCES[texts.MATHEMATICS]
+    pages = [f"sympy-1.14.0/doc/src/{name}" for name in (*texts.GUIDES, "other.rst")]
+    assert [training_text.is_trained_on(page, wanted) for page in pages] == [
+        *[False] * len(texts.GUIDES),
+        True,
+    ]
+    assert not training_text.is_trained_on("sympy-1.14.0/sympy/core.py", wanted)
+
+
+def test_every_third_row_asks_for_what_it_says():
+    book = "\n".join(f"Line {n} of a long book." for n in range(2000))
+    made = list(training_text.rows([book] * 4, 6, seed=1))
+    assert ["messages" in row for row in made] == [True, False, False] * 2
+    assert made == list(training_text.rows([book] * 4, 6, seed=1))
+    turns = made[0]["messages"]
+    assert len(turns) == 2 * training_text.ASKED
+    for turn in turns[1::2]:
+        assert turn["role"] == "assistant" and turn["content"] in turns[0]["content"]
+    assert all(row["text"] in book for row in made if "text" in row)
 
 
 def write_run(path, settings=None) -> None:

@@ -78,6 +78,7 @@ def test_an_answer_is_right_if_no_token_of_it_has_a_better_one():
         return {own: RIGHT if is_answer else 2 * WRONG, own + 1: WRONG}
 
     asker = MadeUpAsker(predict)
+    asker.dropped = [[len(problem.text_ids), 200.0, 56]]
     last = -((count - 1) * RIGHT + WRONG) / count
     for policy, right, loss in (
         ("good", [1, 1, 1], [-RIGHT] * 3),
@@ -90,6 +91,10 @@ def test_an_answer_is_right_if_no_token_of_it_has_a_better_one():
         kept = tasks.figures(found, 256, 256)
         assert kept["right"] == pytest.approx(np.mean(right), abs=1e-4)
         assert kept["loss"] == pytest.approx(np.mean(loss), abs=1e-4)
+        # What each token behind the text reads, but for the last, which asks no more.
+        read = np.arange(len(problem.text_ids) + 1, len(whole))
+        share = (read - 200).sum() / read.sum()
+        assert kept["held"] == pytest.approx(share, abs=1e-4)
     assert asker.asked[-1] == ("wrong", 256, 1)
 
 

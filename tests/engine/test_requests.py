@@ -73,7 +73,7 @@ def test_what_is_pinned_stays(
         check_replay(decoder, result)
 
 
-HINTED = {"kv_keep": [40, 50, 90, 96], "kv_drop_first": [120, 180]}
+HINTED = {"kv_keep": [40, 50, 90, 96], "kv_drop_first": [120, 180, 900, 910]}
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,7 @@ def test_models_of_the_checkout_have_gates_of_their_own(arguments, gates):
     serve.choose_gates(options)
     extra = " ".join(options.extra)
     assert (gates in extra) if gates else "gates" not in extra
+    assert ("--kv-recent 64" in extra) == gates.startswith("training")
 
 
 LOADERS = {"wgkv_gates": wgkv.load, "dms_adapter": dms_model.load}

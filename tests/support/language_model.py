@@ -34,12 +34,14 @@ class MadeUpAsker(Asker):
 
     Attributes:
         asked: (policy, budget, number of prompts) of each call.
+        dropped: what each answer says of its events.
     """
 
     def __init__(self, predict: Predict) -> None:
         super().__init__(None, 256)
         self.predict = predict
         self.asked: list[tuple[str, int, int]] = []
+        self.dropped: list[list[float]] = []
 
     def ask(
         self,
@@ -75,7 +77,7 @@ class MadeUpAsker(Asker):
             outputs=[answer],
             prompt_logprobs=entries,
             num_cached_tokens=0,
-            kv_transfer_params=None,
+            kv_transfer_params={"kv_policy": {"dropped": self.dropped}},
         )
 
 

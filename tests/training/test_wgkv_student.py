@@ -84,7 +84,7 @@ def formula(
     return torch.stack(heads, 2)
 
 
-@pytest.mark.parametrize("block", [512, 7])
+@pytest.mark.parametrize("block", [512, 7, WINDOW + 3])  # one key behind the sinks
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_attention_by_its_formula(
     monkeypatch: pytest.MonkeyPatch, qwen3: Base, block: int, threshold: float | None
@@ -138,6 +138,11 @@ def test_a_kept_teacher_computes_a_row_once(
     first = [kept.hidden(ids(count)) for count in (20, 30)]
     monkeypatch.delattr(Base, "_computed")  # so that it cannot compute again
     again = [kept.hidden(ids(count)) for count in (20, 30)]
+    with pytest.raises(AttributeError):
+        kept.hidden(ids(21))
+    kept.decoder.norm.weight.data += 1
+    with pytest.raises(AttributeError):
+        kept.hidden(ids(20))
     monkeypatch.undo()
     want = [plain.hidden(ids(count)) for count in (20, 30)]
     torch.testing.assert_close([first, again], [want, want], rtol=0, atol=0)

@@ -88,7 +88,6 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     if values is None:
         return None
-    engine_args.additional_config = additional
     with errors(_is_command(engine_args)):
         _check_name(additional)
         config = KVPolicyConfig.from_dict(values)
