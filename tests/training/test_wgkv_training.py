@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from training import wgkv
+from training import options, wgkv
 from training.model import Base, load_base
 from training.rows import Row
 from training.wgkv import Figures, Gating, Settings, measure, new_gates, rate, train
@@ -221,6 +221,22 @@ OPTIONS = [
     *("--validation-rows", "2", "--lambdas", "0.1", "20", "--learning-rate", "0.1"),
     *("--device", "cpu", "--dtype", "float32"),
 ]
+
+
+def test_options_say_how_short_rows_may_be_and_the_machine_the_dtype(
+    monkeypatch: pytest.MonkeyPatch, tiny_model: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": "x" * count}) for count in (7, 8, 30, 30)]
+    text.write_text("\n".join(lines))
+    command = [str(tiny_model), "--text", str(text), "--output", str(tmp_path / "out")]
+    command += ["--length", "20", "--validation-rows", "1", "--instruction", ""]
+    given = wgkv.parse([*command, "--device", "cpu", "--shortest", "8"])
+    assert [len(row) for row in options.rows_of(given).training] == [8, 20]
+    assert options.words_of(given).endswith("at least 8 tokens, length 20")
+    for has, dtype in (({"amx_bf16": True}, torch.bfloat16), ({}, torch.float32)):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: has)
+        assert options.dtype_of(given) == dtype
 
 
 def test_the_command_writes_gates_and_their_figures(
