@@ -10,6 +10,8 @@ PROGRAM = "python -m training"
 TRAINERS = {
     "wgkv": Command("wgkv", "train write gates"),
     "dms": Command("dms", "train a model, or an adapter, to drop tokens"),
+    "duo": Command("duo", "find the KV heads that need the full cache"),
+    "kvzap": Command("kvzap", "train surrogates that score tokens"),
 }
 COMMANDS = TRAINERS | {
     "qfilter": Command("queries:qfilter", "measure queries for qfilter"),

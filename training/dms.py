@@ -43,7 +43,7 @@ from training.options import (
     add_machine,
     add_model,
     add_rows,
-    check_integers,
+    check_numbers,
     device_of,
     dtype_of,
     kept_of,
@@ -236,7 +236,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         if getattr(given, item.name, None) is None:
             setattr(given, item.name, getattr(plain, item.name))
     given.targets = tuple(given.targets)
-    check_integers(parser, given)
+    check_numbers(parser, given)
     _check(parser, given)
     return given
 

@@ -1,4 +1,4 @@
-"""Command-line options that both trainers share, and what they stand for."""
+"""Command-line options that the trainers share, and what they stand for."""
 
 import argparse
 import hashlib
@@ -12,6 +12,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer
 
 from training import option
+from training.model import Base, load_base
 from training.rows import Maker, ReasonerRows, Rows, read_reasoner, read_rows
 from vllm_kvpolicy.commands.outputs import new_folder
 
@@ -20,12 +21,14 @@ INSTRUCTION = "Please analyze and summarize the following text:"
 LEAST = {"sinks": 0, "seed": 0, "hold_steps": 0, "fade_steps": 0}  # others: 1
 
 
-def check_integers(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """End the command if an integer is too small."""
+def check_numbers(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """End the command if an integer is too small, or the warm-up too long."""
     for name, value in vars(given).items():
         least = LEAST.get(name, 1)
         if isinstance(value, int) and not isinstance(value, bool) and value < least:
             parser.error(f"{name}: got {value}, expected at least {least}")
+    if not 0 <= getattr(given, "warmup", 0) < 1:
+        parser.error(f"warmup: got {given.warmup}, expected a number in [0, 1)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -74,18 +77,28 @@ def add_rows(
     )
 
 
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add the device, threads, dtype, memory and how often the state is saved."""
+def add_schedule(parser: argparse.ArgumentParser, plain: Any) -> None:
+    """Add what rows are seen of, and for how long.
+
+    Args:
+        plain: settings whose values are the defaults.
+    """
+    option(parser, "--window", int, plain.window, "newest tokens that every query sees")
+    option(parser, "--sinks", int, plain.sinks, "first tokens that are always kept")
+    option(parser, "--steps", int, plain.steps, "optimiser steps")
+    option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
+    option(parser, "--learning-rate", float, plain.learning_rate, "peak learning rate")
+    told = "fraction of the steps used for warm-up"
+    option(parser, "--warmup", float, plain.warmup, told)
+    told = "random seed of initial weights and row order"
+    option(parser, "--seed", int, plain.seed, told)
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the device, threads and dtype."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     told = "torch device; under a launcher, cuda is a GPU for each process"
     option(parser, "--device", str, device, told)
-    parser.add_argument(
-        "--gradient-checkpointing",
-        action="store_true",
-        help="keep the inputs of layers only, and compute layers again in the backward "
-        "pass",
-    )
-    option(parser, "--save-steps", int, 100, "steps between two saves of the state")
     parser.add_argument(
         "--threads", type=int, help="CPU threads (default: torch's choice)"
     )
@@ -95,6 +108,18 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
         help="dtype of the model (default: bfloat16 on a GPU, on a CPU that multiplies "
         "it and if the launcher has --mixed_precision bf16, else float32)",
     )
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add the device, memory and how often the state is saved."""
+    add_device(parser)
+    parser.add_argument(
+        "--gradient-checkpointing",
+        action="store_true",
+        help="keep the inputs of layers only, and compute layers again in the backward "
+        "pass",
+    )
+    option(parser, "--save-steps", int, 100, "steps between two saves of the state")
     parser.add_argument(
         "--keep-teacher",
         action="store_true",
@@ -194,6 +219,23 @@ def dtype_of(given: argparse.Namespace) -> torch.dtype:
     )
     name = given.dtype or PRECISIONS[precision]
     return getattr(torch, name or ("bfloat16" if is_native else "float32"))
+
+
+def base_of(given: argparse.Namespace) -> Base:
+    """Load the model of the options, which stays as it is.
+
+    Raises:
+        ValueError: see `load_base` and `device_of`.
+    """
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    return load_base(
+        given.model,
+        device_of(given),
+        dtype_of(given),
+        gradient_checkpointing=given.gradient_checkpointing,
+        kept=kept_of(given),
+    )
 
 
 def kept_of(given: argparse.Namespace) -> Path | None:

@@ -25,16 +25,15 @@ from accelerate import PartialState
 from torch.nn import Parameter
 
 from training import option
-from training.figures import Figures, figures_of
-from training.model import Base, Student, hidden, load_base
+from training.figures import Figures, RowLoss, figures_of
+from training.model import Base, Student, hidden
 from training.options import (
     add_machine,
     add_model,
     add_rows,
-    check_integers,
-    device_of,
-    dtype_of,
-    kept_of,
+    add_schedule,
+    base_of,
+    check_numbers,
     rows_of,
     settings_of,
 )
@@ -280,13 +279,19 @@ def measure(
         levels = (None, threshold, math.inf)
         return [Gating(weights, base.rope, window, sinks, level) for level in levels]
 
+    return figures_of(base, rows, passes, distance_of(base), window)
+
+
+def distance_of(base: Base) -> RowLoss:
+    """Return what `figures_of` measures: the distance of hidden states."""
+
     def loss(
         row: Row, student: Student, teacher: torch.Tensor
     ) -> tuple[torch.Tensor, int]:
         found = distillation(base.hidden(row.ids, student), teacher, row.counts)
         return found * row.weight, row.weight
 
-    return figures_of(base, rows, passes, loss, window)
+    return loss
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -301,9 +306,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     _add_method(parser)
     add_machine(parser)
     given = parser.parse_args(arguments)
-    check_integers(parser, given)
-    if not 0 <= given.warmup < 1:
-        parser.error(f"warmup: got {given.warmup}, expected a number in [0, 1)")
+    check_numbers(parser, given)
     if not 0 < given.threshold < 1:
         parser.error(f"threshold: got {given.threshold}, expected a number in (0, 1)")
     return given
@@ -319,17 +322,9 @@ def _add_method(parser: argparse.ArgumentParser) -> None:
         default=LAMBDAS,
         help=f"sparsity weights; each writes one gate file (default: {LAMBDAS})",
     )
-    option(parser, "--window", int, plain.window, "newest tokens that every query sees")
-    option(parser, "--sinks", int, plain.sinks, "first tokens that are always kept")
+    add_schedule(parser, plain)
     option(parser, "--threshold", float, 0.1, "tokens with a gate above this are kept")
-    option(parser, "--steps", int, plain.steps, "optimiser steps per sparsity weight")
-    option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
-    option(parser, "--learning-rate", float, plain.learning_rate, "peak learning rate")
     option(parser, "--weight-decay", float, plain.weight_decay, "weight decay of AdamW")
-    told = "fraction of the steps used for warm-up"
-    option(parser, "--warmup", float, plain.warmup, told)
-    told = "random seed of initial weights and row order"
-    option(parser, "--seed", int, plain.seed, told)
     parser.add_argument(
         "--expansion",
         type=float,
@@ -361,7 +356,7 @@ def gates_of(
     )
 
 
-def run_all(base: Base, rows: Rows | ReasonerRows, given: argparse.Namespace) -> None:
+def run_all(rows: Rows | ReasonerRows, base: Base, given: argparse.Namespace) -> None:
     """Train, measure and write gates for each sparsity weight."""
     given.output.mkdir(parents=True, exist_ok=True)
     results: list[dict[str, Any]] = []
@@ -405,15 +400,5 @@ def main(arguments: Sequence[str]) -> None:
         OSError, ValueError: something that was given cannot be used.
     """
     given = parse(arguments)
-    if given.threads:
-        torch.set_num_threads(given.threads)
-    rows = rows_of(given)
-    base = load_base(
-        given.model,
-        device_of(given),
-        dtype_of(given),
-        gradient_checkpointing=given.gradient_checkpointing,
-        kept=kept_of(given),
-    )
-    run_all(base, rows, given)
+    run_all(rows_of(given), base_of(given), given)
     PartialState().destroy_process_group()
