@@ -8,8 +8,8 @@ Source: DuoAttention (arXiv 2410.10819) section 2 and
 https://github.com/mit-han-lab/duo-attention/blob/0aef1ae/duo_attn/train.py.
 Deviations: the number weighs tokens outside the window before the softmax, as WG-KV's
 gates do, where the authors mix the outputs of two attentions; at 0 and 1 both are the
-same. The rows are those of the other trainers, where the authors hide passkeys in a book
-and take the distance at their tokens. The learning rate falls as a cosine.
+same. The rows are those of the other trainers, where the authors hide passkeys in a
+book and take the distance at their tokens. The learning rate falls as a cosine.
 """
 
 import argparse
@@ -74,13 +74,19 @@ class Mixing(Student):
 
     Args:
         use: [L, H] float32 from 0 to 1, or bool as in a server.
-        always: the window and the sinks.
+        window, sinks: see `Settings`.
         num_tokens: T, written during the pass.
     """
 
     use: torch.Tensor
-    always: tuple[int, int]
+    window: int
+    sinks: int
     num_tokens: int = 0
+
+    @property
+    def always(self) -> tuple[int, int]:
+        """The window and the sinks."""
+        return self.window, self.sinks
 
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
@@ -94,7 +100,7 @@ class Mixing(Student):
     def keep(self) -> torch.Tensor:
         """Return the keep bits [L, B, H, T] of a pass as in a server."""
         keep = self.use[:, None, :, None].repeat(1, 1, 1, self.num_tokens)
-        keep[..., : self.always[1]] = True
+        keep[..., : self.sinks] = True
         return keep
 
 
@@ -119,12 +125,11 @@ def train(
     """
     shape = base.num_layers, base.num_kv_heads
     use = Parameter(torch.ones(shape, device=base.device))
-    always = settings.window, settings.sinks
 
     def losses(step: int, index: int, row: Row) -> dict[str, torch.Tensor]:
         with torch.no_grad():
             teacher = base.hidden(row.ids)
-        student = base.hidden(row.ids, Mixing(use, always))
+        student = base.hidden(row.ids, Mixing(use, settings.window, settings.sinks))
         distilled = distillation(student, teacher, row.counts)
         loss = distilled + settings.sparsity_weight * use.mean()
         return {"loss": loss, "distillation": distilled, "use": use.mean()}
@@ -151,12 +156,11 @@ def measure(
         rows: at least one.
         sparsity: share of the heads that keep only window and sinks, as served.
     """
-    always = pattern.recent, pattern.sinks
     use = pattern.use.float().to(base.device)
     levels = use, pattern.retrieving(sparsity).to(base.device), use > math.inf
 
     def passes(_: int, __: Row) -> list[Mixing]:
-        return [Mixing(level, always) for level in levels]
+        return [Mixing(level, pattern.recent, pattern.sinks) for level in levels]
 
     return figures_of(base, rows, passes, distance_of(base), pattern.recent)
 

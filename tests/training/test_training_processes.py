@@ -13,7 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
-from training import dms, options, run, wgkv
+from training import dms, duo, options, run, wgkv
 from training.run import Run, accelerator_for
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +22,7 @@ COMMON = [
     *("--length", "60", "--device", "cpu", "--learning-rate", "0.001"),
     *("--save-steps", "1", "--gradient-checkpointing", "--dtype", "float32"),
 ]
+DUO = ["--steps", "6", "--sinks", "1", "--loss-on", "answers"]
 WGKV = ["--lambdas", "1.2", "--steps", "6", "--loss-on", "answers"]
 ADAPTER = ["--targets", "4", "--steps-per-ratio", "2", "--loss-on", "answers"]
 BORROWED = [
@@ -133,8 +134,8 @@ def test_two_processes_give_what_one_gives(
 
 @pytest.mark.parametrize(
     ("module", "options"),
-    [(wgkv, WGKV), (dms, ADAPTER), (dms, BORROWED)],
-    ids=["wgkv", "adapter", "borrowed"],
+    [(wgkv, WGKV), (dms, ADAPTER), (dms, BORROWED), (duo, DUO)],
+    ids=["wgkv", "adapter", "borrowed", "duo"],
 )
 def test_three_steps_and_three_are_six(
     tiny_model: Path,
