@@ -3,13 +3,17 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.commands import plan, trials
+from vllm_kvpolicy.commands.inputs import memory_bytes
 from vllm_kvpolicy.commands.plan import Life, most_at_once
+from vllm_kvpolicy.commands.reads import weight_bytes
 from vllm_kvpolicy.config import KVPolicyConfig
 
 N, GROUP = 32, 2  # of the tiny model: 4 query heads, 2 KV heads
@@ -242,7 +246,7 @@ def test_layers_that_no_policy_bounds_are_counted(
     ],
 )
 def test_bytes_with_units(text, nbytes):
-    assert plan._memory(text) == nbytes
+    assert memory_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -252,3 +256,40 @@ def test_wrong_words_are_refused_while_parsing(bad, tiny_model: Path, capsys):
     with pytest.raises(SystemExit):
         command.main(words(tiny_model, *bad))
     assert f"got '{bad[1]}', expected" in capsys.readouterr().err
+
+
+def test_what_a_step_reads_by_the_formula_of_dms() -> None:
+    """Llama 3.1 8B: 8.03e9 parameters, of which 5.3e8 are the input embedding."""
+    shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    text = SimpleNamespace(**shape, num_attention_heads=32, vocab_size=128256)
+    model = SimpleNamespace(
+        hf_text_config=text,
+        is_moe=False,
+        is_hybrid=False,
+        get_total_num_kv_heads=lambda: 8,
+        get_head_size=lambda: 128,
+        dtype=torch.bfloat16,
+    )
+    d, d_ff, d_kv, n, vocabulary = 4096, 14336, 1024, 32, 128256
+    per_layer = 6 * d * d_ff + 4 * d * d + 4 * d * d_kv
+    assert weight_bytes(model) == n * per_layer + 2 * d * vocabulary
+    assert weight_bytes(model) == pytest.approx(1.50e10, rel=2e-3)
+    model.is_moe = True
+    assert weight_bytes(model) is None
+
+
+def test_a_step_of_the_policy_reads_less(tiny_model: Path, capsys) -> None:
+    lines = planned(capsys, tiny_model)
+    assert command.main(words(tiny_model)) == 0
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "reads" in line]
+    config = json.loads((tiny_model / "config.json").read_text())
+    per_layer = 3 * 64 * config["intermediate_size"] + 2 * 64 * (4 + 2) * 32
+    weights = 4 * (2 * per_layer + 64 * config["vocab_size"])
+    stock, policy = (
+        6 * float(lines[key][2]) * SUPERBLOCK
+        for key in (("stock", "", ""), ("streaming", "256", "128"))
+    )
+    assert told.startswith(f"A step of 6 reads {weights / 1e9:.2f} GB of weights and ")
+    assert f"({stock / (weights + stock):.0%} of all)" in told
+    faster = (weights + stock) / (weights + policy)
+    assert f"counts, {faster:.2f} times as fast" in told

@@ -6,9 +6,11 @@ as argparse's `type`, so that an error names the option.
 """
 
 import argparse
+import logging
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -25,6 +27,17 @@ def table(lines: Iterable[Sequence[str]], are_numbers: bool = False) -> str:
         "  ".join([row[0].ljust(widths[0]), *map(align, row[1:], widths[1:])]).rstrip()
         for row in rows
     )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what vLLM tells of its starts out of the way, but for errors."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 def new_file(text: str) -> Path:

@@ -1,7 +1,6 @@
 """The command `plan`: how many requests a KV cache of so many bytes bears at once."""
 
 import argparse
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,7 +16,9 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels
 from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
-from vllm_kvpolicy.commands.outputs import table
+from vllm_kvpolicy.commands.inputs import memory_bytes, positive
+from vllm_kvpolicy.commands.outputs import quiet, table
+from vllm_kvpolicy.commands.reads import step_in_words, weight_bytes
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_event
@@ -173,7 +174,6 @@ def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
 
 # Quarters of budget and interval, for further lines of the table.
 NEIGHBOURS = ((4, 2), (4, 1), (3, 4), (3, 2), (2, 4))
-MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 HEAD = (
     *("KV cache", "budget", "interval", "pool", "peak", "mean"),
     *("after event", "window", "at once"),
@@ -264,7 +264,8 @@ def main(words: list[str]) -> None:
             "--kv-policy: missing, expected the policy to compare stock with"
         )
     config = KVPolicyConfig.from_dict(given)
-    engine = _engine(args)
+    with quiet():
+        engine = _engine(args)
     if config.is_auto:
         num_blocks = _pool_blocks(engine, config)
         tokens = auto_budget(engine.vllm_config, config, num_blocks)
@@ -276,7 +277,7 @@ def main(words: list[str]) -> None:
     print(table([HEAD, *lines]))
     sizes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
     print(LEGEND.format(engine.block_size, *sizes))
-    for note in _notes(engine, config, lines, lines[len(stock)][3]):
+    for note in _notes(engine, config, lines, lines[len(stock)]):
         print(note)
 
 
@@ -292,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
         "--kv-cache-memory-bytes",
         metavar="BYTES",
         required=True,
-        type=_memory,
+        type=memory_bytes,
         help="such as 24GiB or 500M (1024 * 1024 bytes each); with GB, 1000 ** 3",
     )
     for name in ("prompt", "output"):
@@ -301,10 +302,10 @@ def _parser() -> argparse.ArgumentParser:
             metavar="TOKENS",
             nargs="+",
             required=True,
-            type=_positive,
+            type=positive,
             help=f"length of each {name}; of several, requests take turns",
         )
-    parser.add_argument("--block-size", type=_positive, help="tokens per superblock")
+    parser.add_argument("--block-size", type=positive, help="tokens per superblock")
     parser.add_argument("--dtype", default="auto", help="as of vllm serve")
     parser.add_argument(
         "--kv-cache-dtype",
@@ -312,30 +313,10 @@ def _parser() -> argparse.ArgumentParser:
         choices=("auto", *compat.FLOAT8_CACHES),
         help="the same, of the lines with a policy",
     )
-    parser.add_argument("--max-model-len", type=_positive, help="as of vllm serve")
-    parser.add_argument("--max-num-seqs", type=_positive, default=256, help="the same")
+    parser.add_argument("--max-model-len", type=positive, help="as of vllm serve")
+    parser.add_argument("--max-num-seqs", type=positive, default=256, help="the same")
     cli.add_arguments(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    value = int(text) if text.isascii() and text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer >= 1")
-    return value
-
-
-def _memory(text: str) -> int:
-    """Return bytes; 24G and 24GiB are 24 * 1024 ** 3, and 24GB is 24 * 1000 ** 3."""
-    match = MEMORY.fullmatch(text)
-    if match is None:
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}, expected bytes, or a number with a unit such as 24GiB"
-        )
-    number, unit, binary = match.groups()
-    is_decimal = text[-1] in "bB" and not binary
-    power = "KMGT".index(unit.upper()) + 1 if unit else 0
-    return int(float(number) * (1000 if is_decimal else 1024) ** power)
 
 
 # -- what the numbers are of ---------------------------------------------------
@@ -564,13 +545,22 @@ def _title(engine: Engine) -> str:
 
 
 def _notes(
-    engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]], usable: str
+    engine: Engine,
+    config: KVPolicyConfig,
+    lines: list[tuple[str, ...]],
+    chosen: tuple[str, ...],
 ) -> Iterator[str]:
     """Yield what a server would want besides, a line each.
 
     Args:
-        usable: superblocks of the pool beside the policy.
+        chosen: the line of the policy as configured.
     """
+    usable = chosen[3]
+    weights, count = weight_bytes(engine.model), int(lines[0][-1])
+    if weights is not None and count:
+        whole = float(lines[0][5]) * engine.superblock_bytes(False)
+        own = float(chosen[5]) * engine.superblock_bytes(engine.is_fp8)
+        yield step_in_words(count, weights, whole, own)
     if engine.others.count:
         yield (
             f"Superblocks of {engine.others.count} groups of other layers, which no "

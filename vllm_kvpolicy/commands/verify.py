@@ -1,12 +1,10 @@
 """`vllm-kvpolicy verify`: checks policies here or on a server, and prints a report."""
 
 import argparse
-import logging
 import platform
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -15,7 +13,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import Check
-from vllm_kvpolicy.commands.outputs import table
+from vllm_kvpolicy.commands.outputs import quiet, table
 from vllm_kvpolicy.commands.verify_server import Server
 from vllm_kvpolicy.commands.verify_server import checks as checks_of_server
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -162,17 +160,6 @@ def _of_machine(config: KVPolicyConfig, dtype: str) -> Lines:
     ]
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what vLLM tells of its starts out of the way, but for errors."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
 def _say(what: str) -> None:
     """Say on stderr what is going on, which is no part of the report."""
     print(f"verify: {what}", file=sys.stderr, flush=True)
@@ -181,7 +168,7 @@ def _say(what: str) -> None:
 def _told_each(checks: Iterable[Check]) -> list[Check]:
     """Return checks, each told as soon as it is judged."""
     found = []
-    with _quiet():
+    with quiet():
         for check in checks:
             _say(f"{check.result}: {check.name}")
             found.append(check)
