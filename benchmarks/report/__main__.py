@@ -29,6 +29,7 @@ from benchmarks.report import (
     trace_figures,
     traces,
 )
+from benchmarks.report.tradeoff_figure import draw_tradeoff
 from vllm_kvpolicy.commands.outputs import new_file, new_folder
 
 ROOT = provenance.ROOT
@@ -58,7 +59,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
             "--out", type=new_file, required=True, help="JSON to write"
         )
     draw = commands.add_parser("draw", help="draw figures as PNGs")
-    draw.add_argument("files", type=Path, nargs="+", help="written by merge or trace")
+    draw.add_argument(
+        "files", type=Path, nargs="+", help="made by merge, trace or --record"
+    )
     draw.add_argument(
         "--output", type=new_folder, required=True, help="folder for the PNGs"
     )
@@ -106,7 +109,8 @@ def draw(
     one set of figures.
 
     Args:
-        paths: written by `merge` or `trace`.
+        paths: written by `merge`, `trace`, or `benchmarks.language --record`; those of
+            the last make one figure together.
         about: model and task as captions name them.
 
     Raises:
@@ -115,8 +119,12 @@ def draw(
     """
     drawn: list[tuple[str, Any]] = []
     policies: dict[str, Any] = {}
+    languages = []
     for path in paths:
         record = json.loads(packed.read_text(path))
+        if "items" in record:
+            languages.append(path)
+            continue
         if "policies" in record:
             twice = policies.keys() & record["policies"].keys()
             if twice:
@@ -125,6 +133,8 @@ def draw(
             continue
         named = accuracy_figures.draw_accuracy(records.read(path), about, score)
         drawn += [(f"{packed.name_of(path)}-{name}", figure) for name, figure in named]
+    if languages:
+        drawn.append(("tradeoff", draw_tradeoff(languages, about)))
     if policies:
         drawn += list(trace_figures.draw_traces(policies, about))
     output.mkdir(parents=True, exist_ok=True)

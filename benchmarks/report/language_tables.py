@@ -1,6 +1,8 @@
 """Makes the tables of the language benchmark: log-loss, tasks and agreement."""
 
 from collections.abc import Collection
+from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from statistics import fmean
 
@@ -49,7 +51,7 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     table.append([f"`{base}`", *full])
     held = {}
     if wanted.get("held"):
-        held = _held(wanted, folder, places[0])
+        held = held_of(wanted, folder, places[0])
         if lacking := [name for name in names if name not in held]:
             raise ValueError(f"table: expected what was held, got none of {lacking}")
         table[0].append("held")
@@ -67,13 +69,16 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
     return table
 
 
-def _held(wanted: Row, folder: Path, place: tuple[int, int]) -> dict[str, float]:
+def held_of(wanted: Row, folder: Path, place: tuple[int, int]) -> dict[str, float]:
     """Return what policies held of full KV's tokens, as far as records say it."""
+    part = wanted.get("part", LOSSES)
     return {
         row["policy"]: row["held"]
         for name in wanted["files"]
         for row in read(folder / name, "rows")["rows"]
-        if (row["budget"], row["interval"]) == place and row.get("held") is not None
+        if (row["budget"], row["interval"]) == place
+        and row["part"] == part
+        and row.get("held") is not None
     }
 
 
@@ -101,7 +106,7 @@ def means(wanted: Row, folder: Path) -> list[list[str]]:
     places = _places(wanted, found)
     names = wanted.get("rows", list(dict.fromkeys(policy for policy, *_ in found)))
     shown = ["held"] if wanted.get("held") else []
-    held = _held(wanted, folder, places[0])
+    held = held_of(wanted, folder, places[0])
     columns = [f"{name} at {k}/{i}" for name in figures for k, i in places]
     table = [["policy", *columns, *shown]]
     best = {name: fmean(_loss(found, name, *places[0])) for name in names}
@@ -116,6 +121,69 @@ def means(wanted: Row, folder: Path) -> list[list[str]]:
         cells += [f"{held[name]:.2f}" if name in held else ""] * len(shown)
         table.append([f"`{name}`", *cells])
     return table
+
+
+def tradeoff(wanted: Row, folder: Path) -> list[list[str]]:
+    """Return a table of several parts, with what was held beside each figure.
+
+    Args:
+        wanted: `columns`, heading -> `files`, `part` and `place`, [budget, interval],
+            losses above full KV and shares of right answers; `rows`, label -> policy,
+            in the order of the table. A column that lacks a policy stays empty.
+
+    Raises:
+        ValueError: see `tables.fill`.
+    """
+    check_keys(wanted, {"columns", "rows"})
+    table = [
+        ["policy", *(cell for name in wanted["columns"] for cell in (name, "held"))]
+    ]
+    rows = [[label] for label in wanted["rows"]]
+    for about in wanted["columns"].values():
+        check_keys(about, {"files", "part", "place"})
+        found = points(about, folder)
+        for row, policy in zip(rows, wanted["rows"].values(), strict=True):
+            row += found.get(policy, Point()).cells
+    return [*table, *rows]
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a policy loses and holds; nothing is known by default.
+
+    Args:
+        cells: of a table, the figure and what was held.
+        mean, low, high: nats above full KV, or the share that is right.
+        held: relative to full KV.
+    """
+
+    cells: tuple[str, str] = ("", "")
+    mean: float = nan
+    low: float = nan
+    high: float = nan
+    held: float = nan
+
+
+def points(about: Row, folder: Path) -> dict[str, Point]:
+    """Return a part's figures at one place by policy; see `tradeoff`."""
+    is_loss = about["part"] == LOSSES
+    found = _read(about, folder, LOSS if is_loss else "right")
+    place = tuple(about["place"])
+    held = held_of(about, folder, place)
+    made = {}
+    for (policy, *at), values in found.items():
+        if tuple(at) == place:
+            base = _loss(found, FULL, *place) if is_loss else None
+            some = estimate_difference(values, base) if base else estimate_mean(values)
+            ends = some.mean, some.low, some.high
+            told = "{:+.3f} [{:.3f}, {:.3f}]".format(*ends)
+            if not is_loss:
+                told = _mean("right", values)
+            elif policy == FULL:
+                told = f"{fmean(values):.3f} nats"
+            share = held.get(policy, nan)
+            made[policy] = Point((told, f"{share:.2f}"), *ends, share)
+    return made
 
 
 def _mean(figure: str, values: list[float]) -> str:

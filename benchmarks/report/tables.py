@@ -54,6 +54,7 @@ KINDS: dict[str, Callable[[Mapping[str, Any], Path], Rows]] = {
     "picked": picked_table.by_row,
     "peer": peer_tables.side_by_side,
     "speeds": peer_tables.speeds,
+    "tradeoff": language_tables.tradeoff,
 }
 
 

@@ -12,7 +12,7 @@ from benchmarks.accuracy import summary
 from benchmarks.accuracy.questions import digest_of
 from benchmarks.language import record as language
 from benchmarks.report import __main__ as command
-from benchmarks.report import tables
+from benchmarks.report import tables, tradeoff_figure
 from reasoner.problems import generate
 from support.report_data import SETTINGS, event, lines, record, write_run
 
@@ -355,3 +355,48 @@ def test_bytes_of_caches_of_two_dtypes_stand_side_by_side(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             rendered("columns", wanted % files, tmp_path)
+
+
+# -- what is lost over what is held -------------------------------------------------
+
+
+def of_language(folder: Path, part: str, kind: str, figure: str, **held: float) -> None:
+    """Write a record of two texts, of a policy and of full KV."""
+    values = {"full": [1.0, 3.0], "wgkv:a": [1.5, 3.5], "wgkv:b": [1.0, 3.2]}
+    rows = [
+        {"part": part, "policy": policy, "budget": 64, "interval": 32, figure: some}
+        | ({"held": held[policy[-1]]} if policy[-1] in held else {})
+        for policy, some in values.items()
+    ]
+    items = {part: {"x-1": kind, "x-2": kind}}
+    made = {"settings": {}, "items": items, "rows": rows}
+    (folder / f"{part}.json").write_text(json.dumps(made))
+
+
+def test_a_trade_off_has_what_was_held_beside_what_was_lost(tmp_path):
+    of_language(tmp_path, "losses", "novel", "loss", l=1.0, a=0.25, b=0.5)
+    of_language(tmp_path, "tasks", "keys-2048", "right", a=0.3)
+    column = "{{files: [{0}.json], part: {0}, place: [64, 32]}}"
+    description = "rows: {all: full, one: 'wgkv:a', none: duo}\ncolumns:\n"
+    for part in ("losses", "tasks"):
+        description += f"  {part}: {column.format(part)}\n"
+    head, _, *lines = rendered("tradeoff", description, tmp_path)
+    assert head == "| policy | losses | held | tasks | held |"
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    assert cells[0][:3] == ["all", "2.000 nats", "1.00"]
+    assert cells[1][:3] == ["one", "+0.500 [0.500, 0.500]", "0.25"]
+    assert cells[1][3].startswith("250 % [") and cells[1][4] == "0.30"
+    assert cells[2] == ["none", "", "", "", ""]
+
+
+def test_a_trade_off_is_drawn_over_what_was_held(tmp_path):
+    of_language(tmp_path, "losses", "novel", "loss", l=1.0, a=0.25, b=0.5)
+    of_language(tmp_path, "tasks", "keys-2048", "right", a=0.3)
+    paths = [tmp_path / "losses.json", tmp_path / "tasks.json"]
+    texts, facts = tradeoff_figure.draw_tradeoff(paths, "").axes
+    assert facts.get_title(loc="left") == "facts of 2048 tokens"
+    for panel, x, y in ((texts, [0.25, 0.5], [0.5, 0.1]), (facts, [0.3], [250])):
+        (line,) = [bar[0] for bar in panel.containers]
+        assert list(line.get_xdata()) == x
+        assert list(line.get_ydata()) == pytest.approx(y)
+    assert command.draw(paths, tmp_path / "figures") == ["tradeoff"]
