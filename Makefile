@@ -47,7 +47,7 @@ OLDER_CPU = tests/kernels tests/policies tests/worker tests/api \
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 
-.PHONY: serve check test test-all soak lint format docs site wheel setup clean gpu-check \
+.PHONY: serve demo check test test-all soak lint format docs site wheel setup clean gpu-check \
 	gpu-bench gpu-rehearsal
 .DEFAULT_GOAL := setup
 
@@ -68,6 +68,9 @@ serve: setup
 	@.venv/bin/python scripts/serve.py --model '$(MODEL)' --host '$(HOST)' \
 		--port '$(PORT)' --policy '$(POLICY)' --budget '$(BUDGET)' \
 		--interval '$(INTERVAL)'
+
+demo: setup
+	@.venv/bin/python -m benchmarks.demo $(ARGS)
 
 check: lint
 	@.venv/bin/python -m pytest $(WORKERS) -k '$(CHECKED_OF)' $(CHECKED) $(ARGS)

@@ -44,10 +44,12 @@ GATES = {
     ),
 }
 THREADS = "VLLM_CPU_OMP_THREADS_BIND"
+# Who sets one of them has chosen what vLLM tells.
+LOGGING = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
 
 HOW_TO_CALL = """
 Ready: {url}   model {name}, {policy}
-
+{live}
   curl {url}/chat/completions -H 'Content-Type: application/json' \\
     -d '{{"model": "{name}", "temperature": 0,
          "messages": [{{"role": "user", "content": "{prompt}"}}]}}'
@@ -154,6 +156,26 @@ def choose_budget(options: argparse.Namespace) -> None:
     with suppress(ValueError):
         if KVPolicyConfig.from_dict({**values, **values_among(options.extra)}).is_auto:
             options.budget = "auto"
+
+
+def choose_page(options: argparse.Namespace) -> None:
+    """Show the live page beside a policy, unless ARGS set the policy up themselves."""
+    given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
+    if has_policy(options) and not given & {
+        "--kv-live",
+        "--additional-config",
+        "--config",
+    }:
+        options.extra.append("--kv-live")
+
+
+def choose_log(options: argparse.Namespace) -> None:
+    """Leave of vLLM's log the errors, and of ours all, unless a variable says more."""
+    if not any(name in os.environ for name in LOGGING):
+        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(ROOT / "scripts/logging.json")
+        if not any("uvicorn" in word for word in options.extra):
+            options.extra += ["--uvicorn-log-level", "warning"]
+        print("of vLLM's log errors alone: VLLM_LOGGING_LEVEL=INFO shows all of it")
 
 
 def values_among(extra: list[str]) -> dict[str, Any]:
@@ -370,7 +392,9 @@ def how_to_call(options: argparse.Namespace, root: str, floor: str = "") -> str:
         budget = f", budget {options.budget}" if options.budget else ""
         budget += f" ({floor})" if floor and options.budget == "auto" else ""
         policy = f"policy {options.policy}{budget}"
-    words = HOW_TO_CALL.format(
+    is_live = "--kv-live" in (word.replace("_", "-") for word in options.extra)
+    return HOW_TO_CALL.format(
+        live=f"Live page: {root}/kv_policy/live\n" * is_live,
         root=root,
         url=f"{root}/v1",
         name=options.name,
@@ -378,8 +402,6 @@ def how_to_call(options: argparse.Namespace, root: str, floor: str = "") -> str:
         series="kvpolicy_" if has_policy(options) else "vllm:",
         prompt=example_prompt(options.model),
     )
-    is_live = "--kv-live" in (word.replace("_", "-") for word in options.extra)
-    return words + f"Live page: {root}/kv_policy/live\n" * is_live
 
 
 def example_prompt(model: str) -> str:
@@ -458,6 +480,8 @@ def main() -> int:
         if has_policy(options):
             check_policy(options, device)
         choose_dtype(options, device)
+        choose_page(options)
+        choose_log(options)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "protocol",
         "config",
         "config_keys",
+        "config_values",
         "compat",
         "policies.names",
         "policies.options",
@@ -40,6 +41,7 @@ LEAVES = (
     "protocol",
     "config",
     "config_keys",
+    "config_values",
     "policies.names",
     "policies.options",
 )
@@ -54,6 +56,7 @@ SERVES_ALL = (
     "plugin",
     "config",
     "config_keys",
+    "config_values",
     "api.patch",
     "api.engine_config",
     "block_manager.scheduler",

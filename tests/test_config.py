@@ -48,6 +48,32 @@ def test_the_pools_share_has_a_number_and_stays_a_word():
     assert known.with_request({"kv_budget": 512}).budget_tokens == 512
 
 
+def test_a_share_of_each_request_has_a_number_when_the_request_is_known():
+    built = config(budget="25%")
+    assert (built.budget_word, built.to_dict()["budget"]) == ("25%", "25%")
+    assert KVPolicyConfig.from_dict(built.to_dict()) == built
+    known = built.with_budget(1000)  # of requests of 4,000 tokens
+    assert known.to_dict() == built.to_dict()
+    for tokens, floor in ((2000, 500), (400, 100), (100, 68), (9000, 1000)):
+        request = known.with_request(None, 32, tokens)
+        assert request.budget_tokens == floor
+    assert known.with_request({}, 32) is known
+    assert known.with_request({"kv_budget": 300}, 32, 2000).budget_tokens == 300
+    asked = {"kv_budget": "12.5%", "kv_recent": 16}
+    assert known.with_request(asked, 32, 2000).budget_tokens == 250
+    # Of a server with a number, too, and at most that.
+    assert config().with_request({"kv_budget": "50%"}, 32, 180).budget_tokens == 90
+    assert config().with_request({"kv_budget": "50%"}, 32, 900).budget_tokens == 128
+    assert config().with_request({"kv_budget": "50%"}, 32).budget_tokens == 128
+
+
+def test_a_share_stays_below_a_ceiling():
+    server = config(budget="50%", ceiling=300, events="pressure").with_budget(300)
+    assert server.with_request(None, 32, 1000).budget_tokens == 300
+    lower = server.with_request({"kv_ceiling": 200}, 32, 1000)
+    assert (lower.budget_tokens, lower.ceiling_tokens) == (200, 200)
+
+
 @pytest.mark.parametrize("policy", ["tova", "rpc", "tova+quest"])
 def test_events_on_call_suit_every_policy_with_a_budget(policy):
     built = config(policy=policy, events="pressure")
@@ -113,6 +139,7 @@ def test_wrong_numbers_are_refused_by_name(key, value):
     assert str(error.value) == (
         f"{key.key}: got {value!r}, expected an integer >= {key.minimum}"
         + (f" or {key.word!r}" if key.word else "")
+        + (" or a share such as '25%'" if key.has_share else "")
     )
 
 
@@ -165,6 +192,10 @@ def test_events_inside_prompts_can_be_left_out():
             ["budget: got 'auto'", "a number", "events 'pressure'"],
         ),
         ({"budget": "auto", "policy": "holes"}, ["budget: got 'auto'", "a scorer"]),
+        ({"budget": "25%", "policy": "holes"}, ["budget: got '25%'", "a scorer"]),
+        ({"budget": "0%"}, ["budget: got '0%'", "or a share such as '25%'"]),
+        ({"budget": "101%"}, ["budget: got '101%'", "a share such as '25%'"]),
+        ({"interval": "25%"}, ["interval: got '25%'", "an integer >= 1"]),
     ],
 )
 def test_bad_values_name_key_value_and_valid_ones(values, words):
@@ -272,7 +303,8 @@ def test_requests_may_switch_the_policy_off():
         ({"kv_budget": 129}, ["kv_budget: got 129", "at most the server's 128"]),
         ({"kv_sinks": 5}, ["kv_sinks: got 5", "server's 4"]),
         ({"kv_budget": 67}, ["kv_budget: got 67", "at least 68", "one page of 32"]),
-        ({"kv_budget": "many"}, ["kv_budget: got 'many'", "integer"]),
+        ({"kv_budget": "many"}, ["kv_budget: got 'many'", "share such as '25%'"]),
+        ({"kv_interval": "25%"}, ["kv_interval: got '25%'", "an integer >= 1"]),
         ({"kv_interval": 0}, ["kv_interval: got 0", ">= 1"]),
         ({"kv_sinks": 1.0}, ["kv_sinks: got 1.0", "integer"]),
         ({"kv_policy": "snapkv"}, ["kv_policy: got 'snapkv'", "'none'", "'tova'"]),

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from support.engine_configs import engine_args
-from vllm_kvpolicy.config import CONFIG_KEY, ConfigValues, server_config
+from vllm_kvpolicy.config import CONFIG_KEY
+from vllm_kvpolicy.config_values import ConfigValues, server_config
 
 GRAPHS = (), ("layers.0: hook of a policy",)
 

@@ -15,6 +15,7 @@ from vllm_kvpolicy.sizes import (
     max_blocks_per_request,
     max_global_blocks,
     most_blocks,
+    most_of_share,
     sharing_line,
 )
 
@@ -171,6 +172,13 @@ def test_a_budget_that_nothing_reaches_is_said() -> None:
 AUTO = KVPolicyConfig.from_dict(
     {"policy": "tova", "budget": "auto", "events": "pressure"}
 )
+
+
+def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
+    quarter = KVPolicyConfig.from_dict({"policy": "tova", "budget": "25%"})
+    assert most_of_share(ENGINE, quarter, 0.25) == LONGEST // 4
+    assert most_of_share(ENGINE, quarter, 1e-4) == 4 + 32 + SIZE
+    assert most_of_share(ENGINE, replace(quarter, ceiling_tokens=500), 0.25) == 500
 
 
 def test_the_pools_share_by_hand() -> None:

@@ -5,12 +5,9 @@ rebuilt from `VllmConfig.additional_config["kv_policy"]` by scheduler and worker
 of the plain form are the flags without their prefix: `--kv-budget` is `budget`.
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from vllm_kvpolicy.config_keys import (
@@ -33,6 +30,7 @@ from vllm_kvpolicy.config_keys import (
     check_pin,
     check_switches,
     request_keys,
+    share_of,
     shown,
     trace_folder,
     with_server_options,
@@ -56,8 +54,9 @@ class KVPolicyConfig:
     Args:
         policy: name in the grammar of policies.names.
         budget_tokens: K; AUTO becomes the least that it may stand for, until the pool
-            is known, see `sizes.settled`. Of this and the other integers `INTEGER_KEYS`
-            says what they are.
+            is known, and a share of each request what it is of the longest, see
+            `sizes.settled`. Of this and the other integers `INTEGER_KEYS` says what
+            they are.
         pin: first tokens of a prompt that stay in their superblocks, shared and cached,
             while K counts what is kept behind them: NONE, SYSTEM for those of system
             messages and tools of a chat, PROMPT for all, or how many; None leaves it to
@@ -101,6 +100,8 @@ class KVPolicyConfig:
     hinted: Hints = NO_HINTS
     # The budget was AUTO; not a key.
     is_auto: bool = False
+    # The budget was a share of each request; not a key.
+    budget_share: float | None = None
     # By policy name: what follows from `options`, made once and shared with requests.
     _resolved: dict[str, ResolvedPolicy] = field(
         default_factory=dict, repr=False, compare=False
@@ -114,6 +115,9 @@ class KVPolicyConfig:
             given: Any = self.budget_tokens
             if given == AUTO:
                 object.__setattr__(self, "is_auto", True)
+                object.__setattr__(self, "budget_tokens", LEAST_AUTO)
+            if share := share_of(given):
+                object.__setattr__(self, "budget_share", share)
                 object.__setattr__(self, "budget_tokens", LEAST_AUTO)
             self._check()
 
@@ -158,7 +162,7 @@ class KVPolicyConfig:
             raise wrong("events", self.events, f"{ALWAYS!r} or {PRESSURE!r}")
         asked: dict[str, Any] = {
             "events": PRESSURE if self.events == PRESSURE else None,
-            "budget": AUTO if self.is_auto else None,
+            "budget": self.budget_word,
             "ceiling": self.ceiling_tokens,
         }
         for key, value in asked.items():
@@ -206,14 +210,21 @@ class KVPolicyConfig:
                 f"{key}: got {ceiling} with events {ALWAYS!r}, which cut to the budget "
                 f"alone, expected none, or events {PRESSURE!r}"
             )
-        # The floor that AUTO stands for is kept below the ceiling.
-        floor = 0 if self.is_auto else self.budget_tokens
+        # A floor that is no number of the user's is kept below the ceiling.
+        floor = 0 if self.budget_word else self.budget_tokens
         if ceiling < max(floor, self.least_budget(page_tokens)):
             raise ValueError(
                 f"{key}: got {ceiling}, expected at least the budget, "
                 f"{self.budget_tokens}, and at least sinks, recent and one page, "
                 f"{self.least_budget(page_tokens)}"
             )
+
+    @property
+    def budget_word(self) -> str | None:
+        """What the user gave in place of a number."""
+        if self.budget_share is not None:
+            return f"{100 * self.budget_share:g}%"
+        return AUTO if self.is_auto else None
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -369,7 +380,7 @@ class KVPolicyConfig:
         """Return the plain form: JSON-able, and `from_dict` makes an equal object."""
         values: dict[str, Any] = {"policy": self.policy}
         values |= {key.key: getattr(self, key.field) for key in INTEGER_KEYS}
-        values |= {"budget": AUTO} if self.is_auto else {}
+        values |= {"budget": self.budget_word} if self.budget_word else {}
         values |= {"policy_config": dict(self.options), "allow": list(self.allow)}
         values |= {"events": self.events, "pin": self.pin}
         values |= {"trace_dir": self.trace_dir}
@@ -392,7 +403,10 @@ class KVPolicyConfig:
             raise wrong("prefill_interval", tokens, expected)
 
     def with_request(
-        self, extra_args: Mapping[str, Any] | None, block_size: int = 1
+        self,
+        extra_args: Mapping[str, Any] | None,
+        block_size: int = 1,
+        num_tokens: int | None = None,
     ) -> "KVPolicyConfig | None":
         """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
 
@@ -400,6 +414,10 @@ class KVPolicyConfig:
         `kv_budget`, `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each of
         the last five is at most the server's, because the server sized its memory for
         those. Keys that do not begin with `kv_` are not looked at.
+
+        Args:
+            num_tokens: prompt and answer limit, of which a budget may be a share; None
+                where they are not known, for the server's budget.
 
         Returns:
             The request's configuration, or None where it asks for the full KV cache.
@@ -428,22 +446,9 @@ class KVPolicyConfig:
             changes["pin"] = asked["kv_pin"]
         if any(key in asked for key in HINT_KEYS):
             changes["hinted"] = self._read_hints(asked, policy_name)
-        for key in FLAG_KEYS:
-            label = f"kv_{key.key}"
-            if label in asked:
-                value, limit = asked[label], getattr(self, key.field)
-                changes[key.field] = key.check(value, label, of_request=True)
-                why = self.resolved(policy_name).info.fixed_keys.get(key.key)
-                limit = value if limit is None else limit
-                if value > limit or (why and value < limit):
-                    wanted = f"{'' if why else 'at most '}the server's {limit}"
-                    reason = f": {policy_name!r} {why}" if why else ""
-                    raise wrong(label, value, wanted + reason)
+        changes |= self._asked_numbers(asked, policy_name, num_tokens, block_size)
         if not changes:
             return self
-        if self.is_auto and "ceiling_tokens" in changes:
-            floor = changes.get("budget_tokens", self.budget_tokens)
-            changes["budget_tokens"] = min(floor, changes["ceiling_tokens"])
         config = replace(self, is_checked=True, **changes)
         if "kv_pin" in asked:
             config._check_pin("kv_pin")
@@ -452,8 +457,54 @@ class KVPolicyConfig:
         config._check_ceiling("kv_ceiling", block_size)
         return config
 
+    def _asked_numbers(
+        self,
+        asked: Mapping[str, Any],
+        policy_name: str,
+        num_tokens: int | None,
+        block_size: int,
+    ) -> dict[str, int]:
+        """Return the integers of a request that differ, by field; see `with_request`."""
+        changes: dict[str, int] = {}
+        fixed = self.resolved(policy_name).info.fixed_keys
+        for key in FLAG_KEYS:
+            label = f"kv_{key.key}"
+            if label in asked:
+                value, limit = asked[label], getattr(self, key.field)
+                value = key.check(value, label, of_request=True)
+                if share := share_of(value):
+                    value = self._of_share(share, num_tokens, block_size)
+                changes[key.field] = value
+                why = fixed.get(key.key)
+                limit = value if limit is None else limit
+                if value > limit or (why and value < limit):
+                    wanted = f"{'' if why else 'at most '}the server's {limit}"
+                    reason = f": {policy_name!r} {why}" if why else ""
+                    raise wrong(label, value, wanted + reason)
+        floor = changes.get("budget_tokens", self.budget_tokens)
+        if self.budget_share and "kv_budget" not in asked and "budget" not in fixed:
+            floor = self._of_share(self.budget_share, num_tokens, block_size)
+        if self.budget_word and "ceiling_tokens" in changes:
+            floor = min(floor, changes["ceiling_tokens"])
+        return (
+            changes | {"budget_tokens": floor}
+            if floor != self.budget_tokens
+            else changes
+        )
+
+    def _of_share(self, share: float, num_tokens: int | None, page_tokens: int) -> int:
+        """Return a share of a request, at most the server's budget.
+
+        Args:
+            num_tokens: prompt and answer limit; None for the server's budget itself.
+        """
+        if num_tokens is None:
+            return self.budget_tokens
+        least = self.least_budget(page_tokens)
+        return min(max(int(share * num_tokens), least), self.budget_tokens)
+
     def with_budget(self, tokens: int) -> "KVPolicyConfig":
-        """Return the same with a number in place of AUTO."""
+        """Return the same with a number in place of AUTO or a share."""
         return replace(self, is_checked=True, budget_tokens=tokens)
 
     def least_budget(self, page_tokens: int) -> int:
@@ -473,99 +524,6 @@ class KVPolicyConfig:
             page = f"one page of {page_tokens}" if page_tokens > 1 else "one page"
             parts = f"{sinks} sinks + {recent} recent + {page}"
             raise wrong(key, self.budget_tokens, f"at least {least} tokens ({parts})")
-
-
-class ConfigValues(Mapping[str, Any]):
-    """`VllmConfig.additional_config` of an engine with a policy.
-
-    vLLM keys its compile cache by all values of a dict, and would compile a model anew
-    for each budget. Of anything else it asks for a hash, and that of these values
-    leaves out what the compiled model does not depend on, once a worker has told.
-
-    Args:
-        values: the plain form of the policy under `CONFIG_KEY`, and what else the user
-            put into `additional_config`; JSON throughout.
-        policy: what they say, where somebody has read them already.
-    """
-
-    def __init__(
-        self, values: Mapping[str, Any], policy: KVPolicyConfig | None = None
-    ) -> None:
-        self._values = dict(values)
-        self._graph: tuple[str, ...] | None = None
-        self._budget: int | None = None
-        if policy is not None:
-            self._values[CONFIG_KEY] = policy.to_dict()
-            self.policy = policy
-
-    @cached_property
-    def policy(self) -> KVPolicyConfig:
-        """What the values under `CONFIG_KEY` say, with the budget that was set."""
-        config = KVPolicyConfig.from_dict(self._values[CONFIG_KEY])
-        return config if self._budget is None else config.with_budget(self._budget)
-
-    def set_budget(self, tokens: int) -> None:
-        """Set what a budget of AUTO stands for, here and in copies made from now on."""
-        self._budget = tokens
-        self.policy = self.policy.with_budget(tokens)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what other processes get: each makes its own `policy`."""
-        return {key: value for key, value in vars(self).items() if key != "policy"}
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __repr__(self) -> str:
-        return repr(self._values)
-
-    def set_graph(self, parts: Sequence[str]) -> None:
-        """Tell what policies have put into the model's forward pass.
-
-        One line per part, whatever the policy and its numbers; see
-        `worker.worker.traced_parts`.
-        """
-        self._graph = tuple(parts)
-
-    def compute_hash(self) -> str:
-        """Return what vLLM's key of compiled models has of these values.
-
-        All of them, until `set_graph` has been called; from then on its parts in place
-        of the policy's values.
-        """
-        graph = {} if self._graph is None else {CONFIG_KEY: self._graph}
-        text = json.dumps({**self._values, **graph}, sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def has_policy(vllm_config: Any) -> bool:
-    """Return whether an engine runs with a policy."""
-    additional = vllm_config.additional_config
-    return isinstance(additional, Mapping) and additional.get(CONFIG_KEY) is not None
-
-
-def server_config(vllm_config: Any) -> KVPolicyConfig | None:
-    """Return the policy that an engine runs with, or None; one object per process."""
-    if not has_policy(vllm_config):
-        return None
-    additional = vllm_config.additional_config
-    if isinstance(additional, ConfigValues):
-        return additional.policy
-    return KVPolicyConfig.from_dict(additional[CONFIG_KEY])
-
-
-def own_config(vllm_config: Any) -> KVPolicyConfig:
-    """Return what `server_config` does for an engine that has a policy."""
-    config = server_config(vllm_config)
-    if config is None:
-        raise ValueError("got a VllmConfig without a policy, expected one with it")
-    return config
 
 
 def _check_type(key: str, value: Any, kind: type, expected: str) -> None:

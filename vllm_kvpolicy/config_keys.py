@@ -5,6 +5,7 @@ hand.
 """
 
 import os
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ DEFAULT_PREFILL_INTERVAL = 4096  # or the whole superblocks in it
 WHOLE_PROMPT = "prompt"  # a prefill interval that no prompt is as long as
 AUTO = "auto"  # a budget that follows from the pool, see `sizes.auto_budget`
 LEAST_AUTO = 256  # tokens of such a budget
+SHARE = re.compile(r"(\d{1,3}(?:\.\d+)?)%")  # a budget that follows from the request
 MOST = 2**31 - 1  # of any integer, far above every context
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
@@ -30,6 +32,13 @@ def wrong(key: str, value: Any, expected: str) -> ValueError:
     return ValueError(f"{key}: got {shown(value)}, expected {expected}")
 
 
+def share_of(value: Any) -> float | None:
+    """Return what a text such as `25%` says, above 0 to 1; None for anything else."""
+    found = SHARE.fullmatch(value) if isinstance(value, str) else None
+    share = float(found[1]) / 100 if found else 0.0
+    return share if 0 < share <= 1 else None
+
+
 @dataclass(frozen=True)
 class IntegerKey:
     """One integer of the configuration.
@@ -42,6 +51,7 @@ class IntegerKey:
         is_flag: has a flag of its own and may be given per request.
         word: what may be given in place of a number, None for nothing.
         absent: what no number means.
+        has_share: a share of a request's length may be given, also by a request.
     """
 
     key: str
@@ -51,11 +61,12 @@ class IntegerKey:
     is_flag: bool = True
     word: str | None = None
     absent: str = "auto"
+    has_share: bool = False
 
     def check(
         self, value: Any, label: str | None = None, of_request: bool = False
     ) -> Any:
-        """Return `value` if it is a valid integer, or the word in place of one.
+        """Return `value` if it is a valid integer, or what is valid in place of one.
 
         Args:
             label: the key as the user knows it.
@@ -67,10 +78,13 @@ class IntegerKey:
         has_word = self.word is not None and not of_request
         if has_word and value == self.word:
             return value
+        if self.has_share and share_of(value) is not None:
+            return value
         is_integer = isinstance(value, int) and not isinstance(value, bool)
         if is_integer and self.minimum <= value <= MOST:
             return value
         word = f" or {self.word!r}" if has_word else ""
+        word = f"{word} or a share such as '25%'" if self.has_share else word
         valid = f"an integer >= {self.minimum}"
         if is_integer and value > MOST:
             valid = f"at most {MOST}"
@@ -85,8 +99,10 @@ INTEGER_KEYS = (
         "tokens per KV head left after an event: sinks, selected and newest tokens; at "
         "least sinks, recent and one block; with events `pressure` the fewest that a "
         f"request is cut to, or `{AUTO}`: what the pool has for each of max-num-seqs "
-        f"requests of max-model-len, at least {LEAST_AUTO}",
+        f"requests of max-model-len, at least {LEAST_AUTO}; or a share such as 25% of "
+        "each request's prompt and answer limit",
         word=AUTO,
+        has_share=True,
     ),
     IntegerKey(
         "interval", "interval_tokens", 1, "tokens that a request grows between events"

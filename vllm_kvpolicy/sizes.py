@@ -9,8 +9,9 @@ from math import prod
 from typing import Any
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.config import KVPolicyConfig, own_config
+from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import LEAST_AUTO, NONE, PRESSURE
+from vllm_kvpolicy.config_values import own_config
 from vllm_kvpolicy.events import LAST_PHASE, Footprint, worst_case_blocks
 
 AUTO_STEP = 64  # tokens, of which a budget of AUTO is a multiple
@@ -351,17 +352,31 @@ def auto_budget(
     return max(min(budget, most), config.least_budget(size))
 
 
+def most_of_share(vllm_config: Any, config: KVPolicyConfig, share: float) -> int:
+    """Return the budget of the longest request; at most the ceiling."""
+    longest = vllm_config.model_config.max_model_len
+    least = config.least_budget(own_block_size(vllm_config))
+    most = max(config.ceiling_tokens or longest, least)
+    return min(max(int(share * longest), least), most)
+
+
 def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
-    """Return an engine's policy, with what a budget of AUTO stands for from now on.
+    """Return an engine's policy, with what a budget in words stands for from now on.
+
+    A share of each request is at most that of the longest.
+
 
     Called where an engine is configured, for the least, with which workers start; then
     with the size of the pool by its scheduler, and of the smallest pool by API
     processes. Workers need no more: events come with budgets.
     """
     config = own_config(vllm_config)
-    if not config.is_auto:
+    if config.budget_word is None:
         return config
-    tokens = auto_budget(vllm_config, config, num_blocks)
+    if config.budget_share is None:
+        tokens = auto_budget(vllm_config, config, num_blocks)
+    else:
+        tokens = most_of_share(vllm_config, config, config.budget_share)
     vllm_config.additional_config.set_budget(tokens)
     return own_config(vllm_config)
 
@@ -461,10 +476,11 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
         for tokens in (1, max_model_len)
     )
     if first >= max_model_len:
+        advice = "" if config.budget_word else ", lower --kv-budget"
         return (
             f"KV policy {config.policy}: budget {config.budget_tokens} + interval "
             f"{config.interval_tokens} tokens; no request of at most {max_model_len} "
-            f"tokens ever drops any{'' if config.is_auto else ', lower --kv-budget'}"
+            f"tokens ever drops any{advice}"
         )
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
     pinned = "" if config.pins in (NONE, 0) else f" and what is pinned ({config.pins})"
@@ -472,10 +488,11 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     if config.events == PRESSURE:
         most = vllm_config.scheduler_config.max_num_seqs
         is_high = fit < most and not config.is_auto
+        word = f" ({config.budget_word})" if config.budget_word else ""
         advice = "; others are preempted or wait: a lower --kv-budget, or `auto`, helps"
         return (
             f"KV policy {config.policy}: events when the pool runs short, none below "
-            f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}; "
+            f"{config.budget_tokens} tokens per KV head{word}; "
             f"the pool of {num_blocks - 1} blocks fits {fit_whole} requests of "
             f"{max_model_len} tokens uncut ({whole} blocks each), or {fit} that are "
             f"cut so far ({held} each{pinned}); with "

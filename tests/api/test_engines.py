@@ -11,7 +11,8 @@ from vllm.v1.engine import EngineCoreReadyResponse
 from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy.api import engines, patch
 from vllm_kvpolicy.api.request_guards import check_params
-from vllm_kvpolicy.config import KVPolicyConfig, server_config
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_values import server_config
 
 CONFIG = KVPolicyConfig.from_dict({"policy": "tova", "budget": 128, "interval": 64})
 

@@ -17,7 +17,8 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy import compat, plugin
 from vllm_kvpolicy.api import engine_config, patch, patch_table, request_guards
-from vllm_kvpolicy.config import ConfigValues, KVPolicyConfig
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.metrics import CounterFile
 

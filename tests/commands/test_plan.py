@@ -101,6 +101,17 @@ def test_the_pools_share_is_planned_with_its_number(tiny_model: Path, capsys):
     assert ("streaming", "576", "128") in lines
 
 
+def test_a_share_of_each_request_is_planned(tiny_model: Path, capsys):
+    more = ("--kv-budget", "32%", "--prompt-tokens", "100", "--output-tokens", "700")
+    line = planned(capsys, tiny_model, *more)["streaming", "32%", "128"]
+    assert (
+        line[:4]
+        == planned(capsys, tiny_model, *more, "--kv-budget", "256")[
+            "streaming", "256", "128"
+        ][:4]
+    )
+
+
 def test_a_policy_over_an_fp8_cache(tiny_model: Path, capsys):
     """A float32 model: four times the superblocks; a query takes four times as many."""
     plain = planned(capsys, tiny_model, "--kv-policy", "snapkv")

@@ -47,6 +47,27 @@ def test_a_smaller_budget_bounds_that_request(engine: Engine, decoder) -> None:
         check_replay(decoder, result)
 
 
+@pytest.mark.parametrize("events", ["always", "pressure"])
+def test_a_share_of_each_request(tiny_model: Path, tmp_path: Path, events: str) -> None:
+    """Of prompt and answer limit, by the server's word or by the request's own."""
+    values = {**VALUES, "budget": "40%", "events": events}
+    jobs = make_jobs((60, 160, 360) * 4, 140, seed=23)
+    jobs[1] = replace(jobs[1], extra_args={"kv_budget": "30%"})
+    with Engine(tiny_model, values, tmp_path, num_blocks=72) as engine:
+        longest = engine.scheduler.max_model_len
+        assert engine.scheduler.kv_policy_config.budget_tokens == int(0.4 * longest)
+        with pytest.raises(ValueError, match="kv_budget: got '0%', .*such as '25%'"):
+            engine.run([replace(jobs[0], extra_args={"kv_budget": "0%"})])
+        results = [*engine.run(jobs).results.values()]
+    found = [{event.budget for event in result.events} for result in results]
+    floors = (80, 90, 200, *(80, 120, 200) * 3)  # of 200, 300 and 500 tokens
+    if events == "always":
+        assert found == [{floor} for floor in floors]
+    assert any(found)
+    for budgets, floor in zip(found, floors, strict=True):
+        assert min(budgets, default=floor) >= floor
+
+
 @pytest.mark.parametrize("policy", some(["snapkv", "ams-tova"]))
 @pytest.mark.parametrize("pin", ["prompt", 100])
 def test_what_is_pinned_stays(

@@ -253,3 +253,56 @@ def test_make_leaves_the_quotes_of_json(tmp_path):
 )
 def test_ranks_on_a_cpu_have_threads_of_their_own(words, cpus, nodes, expected):
     assert serve.threads_of_ranks(words, list(range(cpus)), nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "is_added"),
+    [
+        ([], True),
+        (["--", "--kv_live"], False),
+        (["--", "--additional-config", "{}"], False),
+        (["--policy", "none"], False),
+    ],
+)
+def test_a_policy_is_served_with_its_live_page(words, is_added):
+    options = serve.parse(words)
+    before = len(options.extra)
+    serve.choose_page(options)
+    assert options.extra[before:] == ["--kv-live"] * is_added
+    page = "Live page: http://here/kv_policy/live"
+    has_page = is_added or "--kv_live" in words
+    assert (page in serve.how_to_call(options, "http://here")) == has_page
+
+
+def test_the_log_has_errors_and_what_the_policy_says(monkeypatch, capsys):
+    """Unless a variable of the environment has chosen what vLLM tells."""
+    for name in serve.LOGGING:
+        monkeypatch.delenv(name, raising=False)
+    options = serve.parse([])
+    serve.choose_log(options)
+    assert options.extra == ["--uvicorn-log-level", "warning"]
+    path = os.environ["VLLM_LOGGING_CONFIG_PATH"]
+    script = (
+        "import logging.config, json\n"
+        f"logging.config.dictConfig(json.load(open({path!r})))\n"
+        "for name in ('vllm.model', 'vllm.kv_policy'):\n"
+        "    for level in ('info', 'warning', 'error'):\n"
+        "        getattr(logging.getLogger(name), level)(f'{name} {level}')\n"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True
+    )
+    assert said.stdout.splitlines() == [
+        "ERROR vllm.model error",
+        *(
+            f"{level.upper()} vllm.kv_policy {level}"
+            for level in ("info", "warning", "error")
+        ),
+    ]
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH")
+    options = serve.parse([])
+    capsys.readouterr()
+    serve.choose_log(options)
+    assert options.extra == [] and not capsys.readouterr().out
+    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ

@@ -11,8 +11,9 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_kvpolicy.api.request_guards import client_errors
-from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
+from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig
 from vllm_kvpolicy.config_keys import MESSAGE_KEYS, NONE, PROMPT, SYSTEM, wrong
+from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.hints import MOST_RANGES, ranges_of
 
 logger = init_logger("vllm.kv_policy")

@@ -56,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="TOKENS",
             type=_integer(key),
             help=f"{key.summary[0].upper()}{key.summary[1:]} "
-            f"(default: {key.absent if default is None else default}).",
+            f"(default: {key.absent if default is None else default}).".replace(
+                "%", "%%"
+            ),
         )
     add(
         "--kv-events",

@@ -22,8 +22,9 @@ from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.api.engines import server_name
 from vllm_kvpolicy.api.evidence import tell_untested
 from vllm_kvpolicy.api.guards import machine_refusals, refusals
-from vllm_kvpolicy.config import CONFIG_KEY, ConfigValues, KVPolicyConfig
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.config_keys import shown
+from vllm_kvpolicy.config_values import ConfigValues
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.shared_files import (
     remove_files_at_exit,

@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.patch_table import problems
-from vllm_kvpolicy.config import KVPolicyConfig, server_config
+from vllm_kvpolicy.config import KVPolicyConfig
+from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.policies.names import ADMISSIONS, ALLOCATORS, SCORERS, SELECTIONS
 from vllm_kvpolicy.sizes import (

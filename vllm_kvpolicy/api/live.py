@@ -9,7 +9,8 @@ from typing import Any
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import guards
 from vllm_kvpolicy.api.engines import smallest_pool
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, own_config
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config_values import own_config
 from vllm_kvpolicy.kernels import preferences
 from vllm_kvpolicy.observe.routes import STREAM, LiveRoutes, api_keys
 from vllm_kvpolicy.observe.shared_files import engines_here

@@ -24,7 +24,7 @@ from vllm_kvpolicy.api import (
     request_guards,
 )
 from vllm_kvpolicy.api import patch_table as table
-from vllm_kvpolicy.config import has_policy
+from vllm_kvpolicy.config_values import has_policy
 from vllm_kvpolicy.observe.metrics import exposition, register
 from vllm_kvpolicy.sizes import settled
 

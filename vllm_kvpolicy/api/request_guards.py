@@ -9,8 +9,9 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 
 from vllm_kvpolicy.api.engines import smallest_pool
-from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig, server_config
+from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig
 from vllm_kvpolicy.config_keys import NONE, PROMPT, SYSTEM, request_keys, wrong
+from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.sizes import (
     check_drafts,
     most_blocks,
@@ -118,7 +119,10 @@ def check_params(
         ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
             than the pool.
     """
-    config = server.with_request(params.extra_args, own_block_size(vllm_config))
+    longest = vllm_config.model_config.max_model_len
+    tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
+    block_size = own_block_size(vllm_config)
+    config = server.with_request(params.extra_args, block_size, tokens)
     if (params.extra_args or {}).get("kv_pin") == SYSTEM:
         expected = (
             f"{NONE!r}, {PROMPT!r} or a number of tokens: no chat template is rendered "
@@ -127,8 +131,6 @@ def check_params(
         raise wrong("kv_pin", SYSTEM, expected)
     if config is not None:
         check_drafts(config, vllm_config, "kv_")
-    longest = vllm_config.model_config.max_model_len
-    tokens = prompt_tokens + (params.max_tokens or longest)
     # What a step drafts past the end takes superblocks, too.
     tokens = min(tokens + vllm_config.num_speculative_tokens, longest)
     _check_size(prompt_tokens, tokens, vllm_config, config)

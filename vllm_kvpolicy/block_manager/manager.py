@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.other_groups import OtherBlocks, held_by_no_others
 from vllm_kvpolicy.block_manager.planner import Planner, RequestState
-from vllm_kvpolicy.config import own_config
+from vllm_kvpolicy.config_values import own_config
 from vllm_kvpolicy.events import event_seed
 from vllm_kvpolicy.protocol import UsedBlocks
 from vllm_kvpolicy.sizes import max_blocks_per_request

@@ -192,7 +192,9 @@ class KVPolicySchedulerMixin(CountingMixin):
         extra_args = params.extra_args if params is not None else None
         try:
             config = self.kv_policy_config.with_request(
-                extra_args, self.kv_policy_limits.block_size
+                extra_args,
+                self.kv_policy_limits.block_size,
+                min(request.num_prompt_tokens + request.max_tokens, self.max_model_len),
             )
             if config is not None:
                 check_drafts(config, self.vllm_config, "kv_")

@@ -33,6 +33,7 @@ from vllm_kvpolicy.sizes import (
     kv_heads,
     layer_kinds,
     max_blocks_per_request,
+    most_of_share,
     other_groups,
     own_block_size,
     query_rows,
@@ -266,10 +267,12 @@ def main(words: list[str]) -> None:
     config = KVPolicyConfig.from_dict(given)
     with quiet():
         engine = _engine(args)
-    if config.is_auto:
-        num_blocks = _pool_blocks(engine, config)
-        tokens = auto_budget(engine.vllm_config, config, num_blocks)
+    if share := config.budget_share:
+        tokens = most_of_share(engine.vllm_config, config, share)
         config = config.with_budget(tokens)
+    if config.is_auto:
+        blocks = _pool_blocks(engine, config)
+        config = config.with_budget(auto_budget(engine.vllm_config, config, blocks))
     config.validate_block_size(engine.block_size)
     stock = [*_stock(engine)]
     lines = [*stock, *_policies(engine, config)]
@@ -456,6 +459,8 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
             f"{config.policy} has no budget: what requests hold depends on their text"
         )
     yield _policy(engine, config)
+    if config.budget_share:
+        return
     for budget, interval in NEIGHBOURS:
         with suppress(ValueError):  # too small, or no room
             near = replace(
@@ -467,10 +472,15 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
             yield _policy(engine, near)
 
 
-def _footprint(engine: Engine, config: KVPolicyConfig, prompt: int) -> Footprint:
-    """Return when a request has events: at its floor as often as they can be called."""
+def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint:
+    """Return when a request has events: at its floor as often as they can be called.
+
+    Args:
+        whole: its life without events.
+    """
     sizes = engine.block_size, query_rows(engine.vllm_config)
-    footprint = config.footprint(prompt, *sizes)
+    config = config.with_request(None, sizes[0], whole.num_tokens + 1) or config
+    footprint = config.footprint(whole.footprint.events.prompt_len, *sizes)
     if config.events != PRESSURE:
         return footprint
     plan = RequestPlan(config.policy, footprint, config.sink_tokens, is_called=True)
@@ -488,7 +498,7 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
     is_spread = config.spread_events
     lives = [
         Life(
-            _footprint(engine, config, whole.footprint.events.prompt_len),
+            _footprint(engine, config, whole),
             whole.num_tokens,
             is_spread,
             whole.beside,
@@ -503,9 +513,9 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
             f"superblocks, and the pool has {max(usable, 0)}; give more memory, a "
             "smaller budget, or a smaller prefill_interval where prompts are long"
         )
-    numbers = map(str, (config.budget_tokens, config.interval_tokens))
+    budget = config.budget_word if config.budget_share else str(config.budget_tokens)
     name = config.policy + ", FP8" * engine.is_fp8
-    return (name, *numbers, *_numbers(lives, usable))
+    return name, str(budget), str(config.interval_tokens), *_numbers(lives, usable)
 
 
 def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:

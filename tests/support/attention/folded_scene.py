@@ -16,7 +16,8 @@ from vllm.config import set_current_vllm_config
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from support.attention.scene import POISON, Layers, Request, Shape
-from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig, own_config
+from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
+from vllm_kvpolicy.config_values import own_config
 from vllm_kvpolicy.protocol import StepCommands
 from vllm_kvpolicy.worker.setup import prepare
 from vllm_kvpolicy.worker.transfer import to_device

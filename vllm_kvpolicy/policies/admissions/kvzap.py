@@ -23,7 +23,7 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from pydantic import Field
 from torch import Tensor, nn
 
-from vllm_kvpolicy.config import own_config
+from vllm_kvpolicy.config_values import own_config
 from vllm_kvpolicy.kernels.chunks import few_sizes
 from vllm_kvpolicy.kernels.visibility import Decisions
 from vllm_kvpolicy.policies import model_files

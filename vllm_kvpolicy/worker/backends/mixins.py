@@ -9,7 +9,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.tiers.head_tables import (

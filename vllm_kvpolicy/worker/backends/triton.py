@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.triton_attn import (
     TritonAttentionMetadataBuilder,
 )
 
-from vllm_kvpolicy.config import server_config
+from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.worker.backends.mixins import (
     HeadMajorBackendMixin,
     KVPolicyImplMixin,
