@@ -464,7 +464,7 @@ class KVPolicyConfig:
         num_tokens: int | None,
         block_size: int,
     ) -> dict[str, int]:
-        """Return the integers of a request that differ, by field; see `with_request`."""
+        """Return a request's integers that differ, by field; see `with_request`."""
         changes: dict[str, int] = {}
         fixed = self.resolved(policy_name).info.fixed_keys
         for key in FLAG_KEYS:

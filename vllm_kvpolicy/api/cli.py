@@ -50,15 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"Policy to use: {grammar(in_full=False)}. Off by default.",
     )
     for key in FLAG_KEYS:
-        default = getattr(KVPolicyConfig, key.field)
+        default = getattr(KVPolicyConfig, key.field) or key.absent
+        told = f"{key.summary[0].upper()}{key.summary[1:]} (default: {default})."
         add(
             f"--kv-{key.key}",
             metavar="TOKENS",
             type=_integer(key),
-            help=f"{key.summary[0].upper()}{key.summary[1:]} "
-            f"(default: {key.absent if default is None else default}).".replace(
-                "%", "%%"
-            ),
+            help=told.replace("%", "%%"),
         )
     add(
         "--kv-events",
