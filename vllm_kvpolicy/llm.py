@@ -18,7 +18,7 @@ class LLM(vllm.LLM):
     Args:
         kv_policy: None is stock vLLM, unless the environment has VLLM_KV_POLICY.
         kv_budget: K, tokens per KV head right after an event; "auto" for the pool's
-            share of a request.
+            share of a request, "25%" for a share of each request's length.
         kv_events: "pressure", the default, or "always": when requests are cut.
         kv_pin: "none", "prompt" or a number of tokens: what stays of prompts.
         kv_policy_config: options of the policy.
