@@ -122,8 +122,20 @@ def check_digests(lines: Iterable[Line], digests: dict[tuple[str, str], str]) ->
             )
 
 
+def _joined(settings: Line, found: Line, path: Path) -> Line:
+    """Return settings with the variants of a further file, or raise ValueError."""
+    known, own = settings.get("variants", {}), found.get("variants", {})
+    variants = {"variants": known | own} if "variants" in settings else {}
+    is_same = {**settings, **variants} == {**found, **variants}
+    if not is_same or any(known[name] != own[name] for name in known.keys() & own):
+        raise ValueError(f"{path}: written with {found}, the others with {settings}")
+    return {**settings, **variants}
+
+
 def merge(paths: Sequence[Path]) -> tuple[Line, list[Line]]:
     """Return the settings and the lines of several files, such as all shards.
+
+    The variants are those of all files.
 
     Args:
         paths: output files; `.xz` ones are packed.
@@ -135,11 +147,7 @@ def merge(paths: Sequence[Path]) -> tuple[Line, list[Line]]:
     lines: dict[tuple, Line] = {}
     for path in paths:
         found, more = parse_file(path, _whole_lines(path))
-        if settings is not None and found != settings:
-            raise ValueError(
-                f"{path}: written with {found}, the others with {settings}"
-            )
-        settings = found
+        settings = found if settings is None else _joined(settings, found, path)
         for line in more:
             if lines.setdefault(key_of(line), line) is not line:
                 raise ValueError(f"{path}: {key_of(line)} is in another file, too")

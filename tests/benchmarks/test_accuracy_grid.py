@@ -174,6 +174,23 @@ def test_shards_are_merged(tmp_path):
     assert [row["policy"] for row in lines] == ["full", "tova", "keydiff"]
 
 
+def test_variants_of_several_runs_are_joined(tmp_path):
+    known = [{"a": {"threshold": 1}}, {"b": {"threshold": 2}}, {"a": {"threshold": 3}}]
+    paths = [
+        write(
+            tmp_path / str(index),
+            SETTINGS | {"variants": some},
+            [line(f"tova:{index}")],
+        )
+        for index, some in enumerate(known)
+    ]
+    settings, lines = results.merge(paths[:2])
+    assert settings == SETTINGS | {"variants": known[0] | known[1]}
+    assert [row["policy"] for row in lines] == ["tova:0", "tova:1"]
+    with pytest.raises(ValueError, match="written with .*3.*, the others with .*1"):
+        results.merge(paths)
+
+
 def test_shards_that_do_not_fit_are_refused(tmp_path):
     first = write(tmp_path / "a.jsonl", SETTINGS, [line("full")])
     twice = write(tmp_path / "b.jsonl", SETTINGS, [line("full", correct=False)])
