@@ -1,15 +1,15 @@
 """`python -m training duo`: finds out which KV heads need the full cache.
 
-The model is not changed. Each KV head learns one number from 0 to 1, how much it looks
-at tokens outside the window and the sinks; `--kv-policy duo` lets the heads with the
-largest ones keep everything. An interrupted run resumes.
+The model is not changed. Each KV head learns one number from 0 to 1: of its output, so
+much comes from attention to all tokens, the rest from attention to the window and the
+sinks. `--kv-policy duo` lets the heads with the largest numbers keep everything. An
+interrupted run resumes.
 
 Source: DuoAttention (arXiv 2410.10819) section 2 and
 https://github.com/mit-han-lab/duo-attention/blob/0aef1ae/duo_attn/train.py.
-Deviations: the number weighs tokens outside the window before the softmax, as WG-KV's
-gates do, where the authors mix the outputs of two attentions; at 0 and 1 both are the
-same. The rows are those of the other trainers, where the authors hide passkeys in a
-book and take the distance at their tokens. The learning rate falls as a cosine.
+Deviations: the rows are those of the other trainers, of 4,096 tokens, where the authors
+hide passkeys in books of up to 32,000 and take the distance at the tokens of these. The
+learning rate falls as a cosine.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from training.options import (
 )
 from training.rows import Row
 from training.run import Run
-from training.wgkv import distance_of, distillation, log_weights, rate
+from training.wgkv import distance_of, distillation, rate
 from vllm_kvpolicy.policies.admissions.duo import CONFIG_FILE, HEADS_FILE, Pattern
 
 
@@ -91,11 +91,19 @@ class Mixing(Student):
     def prepare(
         self, layer: int, query: torch.Tensor, key: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the unchanged queries and the log weights of the keys."""
+        """Return the unchanged queries, and which keys are seen outside the window."""
         self.num_tokens = key.shape[2]
-        use = self.use[layer][None, :, None].expand(key.shape[:3])
-        is_served = self.use.dtype == torch.bool
-        return query, hidden(use) if is_served else log_weights(use)
+        keep = self.use[layer][None, :, None].expand(key.shape[:3])
+        return query, hidden(keep if self.is_served else torch.zeros_like(keep).bool())
+
+    @property
+    def is_served(self) -> bool:
+        """Whether a head keeps everything or not, as in a server."""
+        return self.use.dtype == torch.bool
+
+    def mixed(self, layer: int) -> torch.Tensor | None:
+        """Return how much of a layer's outputs is attention to all keys, [H]."""
+        return None if self.is_served else self.use[layer].clamp(0, 1)
 
     def keep(self) -> torch.Tensor:
         """Return the keep bits [L, B, H, T] of a pass as in a server."""

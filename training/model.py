@@ -58,6 +58,13 @@ class Student(ABC):
             `weighed`; None if queries see all keys.
         """
 
+    def mixed(self, layer: int) -> torch.Tensor | None:
+        """Return how much a layer's heads use of attention to all keys, [H]; or None.
+
+        The rest is attention as `prepare` says.
+        """
+        return None
+
     @abstractmethod
     def keep(self) -> torch.Tensor:
         """Return the keep bits [L, B, H, T] of the pass, as in a server."""
@@ -239,6 +246,13 @@ def attention(
         return out.transpose(1, 2), None
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves RoPE wide
     out = WeighedAttention.apply(query, key, value, known, student.always, scaling)
+    share = student.mixed(module.layer_idx)
+    if share is not None:
+        whole = F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        share = share.repeat_interleave(query.shape[1] // key.shape[1])[:, None, None]
+        out = torch.lerp(out, whole, share.to(out.dtype))
     return out.transpose(1, 2), None
 
 

@@ -61,10 +61,33 @@ def test_one_sees_all_and_nought_the_window_and_the_sinks(qwen3: Base) -> None:
     assert keep.shape == (2, 1, 2, TOKENS)
     assert keep[0, 0, 0].all() and keep[1, 0, 1].all()
     assert keep[0, 0, 1].tolist() == [at < SINKS for at in range(TOKENS)]
-    log_weights = Mixing(layers * 0.25, WINDOW, SINKS).prepare(
-        1, torch.zeros(1, 4, 3, 32), torch.zeros(1, 2, 3, 32)
-    )[1]
-    torch.testing.assert_close(log_weights, torch.full((1, 2, 3), 0.25).log())
+    with torch.no_grad():
+        alone, none = (
+            qwen3.hidden(row.ids, Mixing(some, WINDOW, SINKS))
+            for some in (layers * 0, layers > 1)
+        )
+    torch.testing.assert_close(alone, none, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_mixes_the_outputs_of_two_attentions(qwen3: Base) -> None:
+    """Of the first layer, by hand; a closed head still learns that it is needed."""
+    (row,) = rows(1)
+    outputs = []
+    projection = qwen3.decoder.layers[0].self_attn.o_proj
+    hook = projection.register_forward_pre_hook(
+        lambda module, given: outputs.append(given[0].unflatten(-1, (4, 32)))
+    )
+    use = torch.tensor([[0.25, 0.0], [1.0, 1.0]], requires_grad=True)
+    for some in (torch.ones(2, 2), torch.zeros(2, 2), use):
+        out = qwen3.hidden(row.ids, Mixing(some, WINDOW, SINKS))
+    hook.remove()
+    whole, alone, mixed = outputs
+    want = torch.cat(
+        [0.25 * whole[..., :2, :] + 0.75 * alone[..., :2, :], alone[..., 2:, :]], -2
+    )
+    torch.testing.assert_close(mixed, want, rtol=1e-4, atol=1e-5)
+    (out - qwen3.hidden(row.ids)).square().mean().backward()
+    assert (use.grad[0] < 0).all()
 
 
 def test_the_command_writes_a_pattern_that_servers_read(
