@@ -4,7 +4,7 @@
     python -m benchmarks.demo --policy ams-tova --seconds 30
 
 Eight clients send one request after the other, short and long ones by chance, to a pool
-for about three of them at full length. While the policy's minute runs, its live page
+for two of the longest. First tokens are those of requests that ended. While the policy's minute runs, its live page
 shows what is held. This is a look at the thing, not a measurement: there is one round.
 """
 

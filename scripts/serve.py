@@ -159,23 +159,26 @@ def choose_budget(options: argparse.Namespace) -> None:
 
 
 def choose_page(options: argparse.Namespace) -> None:
-    """Show the live page beside a policy, unless ARGS set the policy up themselves."""
+    """Show the live page beside a policy, unless something says otherwise."""
     given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
-    if has_policy(options) and not given & {
-        "--kv-live",
-        "--additional-config",
-        "--config",
-    }:
-        options.extra.append("--kv-live")
+    own = {"--kv-live", "--additional-config", "--config"}
+    if has_policy(options) and "VLLM_KV_LIVE" not in os.environ and not given & own:
+        if "live" not in values_among(options.extra).get("policy_config", {}):
+            options.extra.append("--kv-live")
 
 
 def choose_log(options: argparse.Namespace) -> None:
-    """Leave of vLLM's log the errors, and of ours all, unless a variable says more."""
-    if not any(name in os.environ for name in LOGGING):
-        os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(ROOT / "scripts/logging.json")
-        if not any("uvicorn" in word for word in options.extra):
-            options.extra += ["--uvicorn-log-level", "warning"]
-        print("of vLLM's log errors alone: VLLM_LOGGING_LEVEL=INFO shows all of it")
+    """Leave of vLLM's log the errors, and of ours all, unless something says more."""
+    words = [word.replace("_", "-") for word in options.extra]
+    says_more = any(word.startswith(("--log-", "--logging-")) for word in words)
+    if says_more or any(name in os.environ for name in LOGGING):
+        return
+    os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(ROOT / "scripts/logging.json")
+    if not any(word.startswith("--uvicorn-log") for word in words):
+        options.extra += ["--uvicorn-log-level", "warning"]
+    print(
+        "Of vLLM's log only errors are shown; VLLM_LOGGING_LEVEL=INFO shows all of it"
+    )
 
 
 def values_among(extra: list[str]) -> dict[str, Any]:
@@ -477,10 +480,10 @@ def main() -> int:
         check_model(options.model, options.extra)
         device = choose_lock()
         choose_budget(options)
+        choose_page(options)
         if has_policy(options):
             check_policy(options, device)
         choose_dtype(options, device)
-        choose_page(options)
         choose_log(options)
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -52,25 +52,46 @@ def test_a_share_of_each_request_has_a_number_when_the_request_is_known():
     built = config(budget="25%")
     assert (built.budget_word, built.to_dict()["budget"]) == ("25%", "25%")
     assert KVPolicyConfig.from_dict(built.to_dict()) == built
+    for text in ("33.3333333%", "0.00001%", "100%"):
+        assert config(budget=text).to_dict()["budget"] == text
     known = built.with_budget(1000)  # of requests of 4,000 tokens
     assert known.to_dict() == built.to_dict()
     for tokens, floor in ((2000, 500), (400, 100), (100, 68), (9000, 1000)):
-        request = known.with_request(None, 32, tokens)
+        request = known.with_request(None, 32, (50, tokens))
         assert request.budget_tokens == floor
     assert known.with_request({}, 32) is known
-    assert known.with_request({"kv_budget": 300}, 32, 2000).budget_tokens == 300
-    asked = {"kv_budget": "12.5%", "kv_recent": 16}
-    assert known.with_request(asked, 32, 2000).budget_tokens == 250
+    assert known.smallest_budget(32) == 68 and config().smallest_budget(32) == 128
+    assert known.with_request({"kv_budget": 300}, 32, (0, 2000)).budget_tokens == 300
+    # With the request's own recent tokens, which leave room for less.
+    asked = {"kv_budget": "1%", "kv_recent": 16}
+    assert known.with_request(asked, 32, (0, 2000)).budget_tokens == 4 + 16 + 32
     # Of a server with a number, too, and at most that.
-    assert config().with_request({"kv_budget": "50%"}, 32, 180).budget_tokens == 90
-    assert config().with_request({"kv_budget": "50%"}, 32, 900).budget_tokens == 128
-    assert config().with_request({"kv_budget": "50%"}, 32).budget_tokens == 128
+    half = {"kv_budget": "50%"}
+    assert config().with_request(half, 32, (9, 180)).budget_tokens == 90
+    assert config().with_request(half, 32, (9, 900)).budget_tokens == 128
+    assert config().with_request(half, 32).budget_tokens == 128
+
+
+def test_a_share_is_of_what_is_not_pinned():
+    server = config(budget="25%").with_budget(1000)
+    pinned = server.with_request({"kv_pin": "prompt"}, 32, (1600, 2000))
+    assert pinned.budget_tokens == 100
+    assert server.with_request({"kv_pin": 400}, 32, (1600, 2000)).budget_tokens == 400
+
+
+def test_a_share_says_nothing_to_policies_whose_budget_is_fixed():
+    gates = {"allow": ["wgkv"], "wgkv_gates": "gates.safetensors"}
+    server = config(budget="25%", policy_config=gates).with_budget(1000)
+    own = server.with_request({"kv_policy": "wgkv"}, 32, (100, 800))
+    assert own.budget_tokens == 1000
+    with pytest.raises(ValueError, match="kv_budget: got '50%', expected none: 'wgkv'"):
+        server.with_request({"kv_policy": "wgkv", "kv_budget": "50%"}, 32, (100, 800))
 
 
 def test_a_share_stays_below_a_ceiling():
     server = config(budget="50%", ceiling=300, events="pressure").with_budget(300)
-    assert server.with_request(None, 32, 1000).budget_tokens == 300
-    lower = server.with_request({"kv_ceiling": 200}, 32, 1000)
+    assert server.with_request(None, 32, (100, 1000)).budget_tokens == 300
+    lower = server.with_request({"kv_ceiling": 200}, 32, (100, 1000))
     assert (lower.budget_tokens, lower.ceiling_tokens) == (200, 200)
 
 

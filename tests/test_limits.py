@@ -16,6 +16,7 @@ from vllm_kvpolicy.sizes import (
     max_global_blocks,
     most_blocks,
     most_of_share,
+    planner_limits,
     sharing_line,
 )
 
@@ -179,6 +180,12 @@ def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
     assert most_of_share(ENGINE, quarter, 0.25) == LONGEST // 4
     assert most_of_share(ENGINE, quarter, 1e-4) == 4 + 32 + SIZE
     assert most_of_share(ENGINE, replace(quarter, ceiling_tokens=500), 0.25) == 500
+    known = quarter.with_budget(LONGEST // 4)
+    said = capacity_line(ENGINE, known, 3201)
+    assert f"none below 25% of each request, at most {LONGEST // 4} tokens per" in said
+    # As many prompts may end in an event as with the least budget.
+    few = replace(quarter, budget_text=None).with_budget(4 + 32 + SIZE)
+    assert planner_limits(ENGINE, known) == planner_limits(ENGINE, few)
 
 
 def test_the_pools_share_by_hand() -> None:

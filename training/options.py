@@ -85,12 +85,12 @@ def add_schedule(parser: argparse.ArgumentParser, plain: Any) -> None:
     """
     option(parser, "--window", int, plain.window, "newest tokens that every query sees")
     option(parser, "--sinks", int, plain.sinks, "first tokens that are always kept")
-    option(parser, "--steps", int, plain.steps, "optimiser steps")
+    option(parser, "--steps", int, plain.steps, "optimiser steps of a run")
     option(parser, "--rows-per-step", int, plain.rows_per_step, "rows per step")
     option(parser, "--learning-rate", float, plain.learning_rate, "peak learning rate")
     told = "fraction of the steps used for warm-up"
     option(parser, "--warmup", float, plain.warmup, told)
-    told = "random seed of initial weights and row order"
+    told = "random seed of the order of rows and, if any are drawn, of initial weights"
     option(parser, "--seed", int, plain.seed, told)
 
 

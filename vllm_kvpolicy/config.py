@@ -100,8 +100,8 @@ class KVPolicyConfig:
     hinted: Hints = NO_HINTS
     # The budget was AUTO; not a key.
     is_auto: bool = False
-    # The budget was a share of each request; not a key.
-    budget_share: float | None = None
+    # The budget was this share of each request, as the user wrote it; not a key.
+    budget_text: str | None = None
     # By policy name: what follows from `options`, made once and shared with requests.
     _resolved: dict[str, ResolvedPolicy] = field(
         default_factory=dict, repr=False, compare=False
@@ -116,8 +116,8 @@ class KVPolicyConfig:
             if given == AUTO:
                 object.__setattr__(self, "is_auto", True)
                 object.__setattr__(self, "budget_tokens", LEAST_AUTO)
-            if share := share_of(given):
-                object.__setattr__(self, "budget_share", share)
+            if share_of(given):
+                object.__setattr__(self, "budget_text", given)
                 object.__setattr__(self, "budget_tokens", LEAST_AUTO)
             self._check()
 
@@ -222,9 +222,19 @@ class KVPolicyConfig:
     @property
     def budget_word(self) -> str | None:
         """What the user gave in place of a number."""
-        if self.budget_share is not None:
-            return f"{100 * self.budget_share:g}%"
-        return AUTO if self.is_auto else None
+        return self.budget_text or (AUTO if self.is_auto else None)
+
+    @property
+    def budget_share(self) -> float | None:
+        """The budget as a share of each request, above 0 to 1."""
+        return share_of(self.budget_text)
+
+    def smallest_budget(self, page_tokens: int) -> int:
+        """Return the smallest budget of requests that do not ask for another."""
+        least = self.least_budget(page_tokens)
+        return (
+            min(least, self.budget_tokens) if self.budget_text else self.budget_tokens
+        )
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -406,7 +416,7 @@ class KVPolicyConfig:
         self,
         extra_args: Mapping[str, Any] | None,
         block_size: int = 1,
-        num_tokens: int | None = None,
+        lengths: tuple[int, int] | None = None,
     ) -> "KVPolicyConfig | None":
         """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
 
@@ -416,8 +426,9 @@ class KVPolicyConfig:
         those. Keys that do not begin with `kv_` are not looked at.
 
         Args:
-            num_tokens: prompt and answer limit, of which a budget may be a share; None
-                where they are not known, for the server's budget.
+            lengths: tokens of the prompt, and of prompt and answer limit, of which a
+                budget may be a share; None where they are not known, for the server's
+                budget.
 
         Returns:
             The request's configuration, or None where it asks for the full KV cache.
@@ -446,62 +457,70 @@ class KVPolicyConfig:
             changes["pin"] = asked["kv_pin"]
         if any(key in asked for key in HINT_KEYS):
             changes["hinted"] = self._read_hints(asked, policy_name)
-        changes |= self._asked_numbers(asked, policy_name, num_tokens, block_size)
+        changes |= self._asked_numbers(asked, policy_name)
+        share = share_of(asked.get("kv_budget"))
+        if self.budget_text and "kv_budget" not in asked:
+            fixed = self.resolved(policy_name).info.fixed_keys
+            share = None if "budget" in fixed else self.budget_share
         if not changes:
-            return self
+            return self._shared(share, lengths, block_size)
         config = replace(self, is_checked=True, **changes)
         if "kv_pin" in asked:
             config._check_pin("kv_pin")
         config._check_windows(policy_name, prefix="kv_")
+        config = config._shared(share, lengths, block_size)
         config._check_budget("kv_budget", block_size)
         config._check_ceiling("kv_ceiling", block_size)
         return config
 
     def _asked_numbers(
-        self,
-        asked: Mapping[str, Any],
-        policy_name: str,
-        num_tokens: int | None,
-        block_size: int,
+        self, asked: Mapping[str, Any], policy_name: str
     ) -> dict[str, int]:
-        """Return a request's integers that differ, by field; see `with_request`."""
+        """Return the integers that a request asks for by field, but for a share."""
         changes: dict[str, int] = {}
-        fixed = self.resolved(policy_name).info.fixed_keys
         for key in FLAG_KEYS:
             label = f"kv_{key.key}"
-            if label in asked:
-                value, limit = asked[label], getattr(self, key.field)
-                value = key.check(value, label, of_request=True)
-                if share := share_of(value):
-                    value = self._of_share(share, num_tokens, block_size)
-                changes[key.field] = value
-                why = fixed.get(key.key)
-                limit = value if limit is None else limit
-                if value > limit or (why and value < limit):
-                    wanted = f"{'' if why else 'at most '}the server's {limit}"
-                    reason = f": {policy_name!r} {why}" if why else ""
-                    raise wrong(label, value, wanted + reason)
-        floor = changes.get("budget_tokens", self.budget_tokens)
-        if self.budget_share and "kv_budget" not in asked and "budget" not in fixed:
-            floor = self._of_share(self.budget_share, num_tokens, block_size)
-        if self.budget_word and "ceiling_tokens" in changes:
-            floor = min(floor, changes["ceiling_tokens"])
-        return (
-            changes | {"budget_tokens": floor}
-            if floor != self.budget_tokens
-            else changes
-        )
+            if label not in asked:
+                continue
+            limit = getattr(self, key.field)
+            value = key.check(asked[label], label, of_request=True)
+            why = self.resolved(policy_name).info.fixed_keys.get(key.key)
+            reason = f": {policy_name!r} {why}" if why else ""
+            if isinstance(value, str):
+                if why:
+                    raise wrong(label, value, "none" + reason)
+                continue
+            changes[key.field] = value
+            limit = value if limit is None else limit
+            if value > limit or (why and value < limit):
+                wanted = f"{'' if why else 'at most '}the server's {limit}"
+                raise wrong(label, value, wanted + reason)
+        if self.is_auto and "ceiling_tokens" in changes:
+            floor = changes.get("budget_tokens", self.budget_tokens)
+            changes["budget_tokens"] = min(floor, changes["ceiling_tokens"])
+        return changes
 
-    def _of_share(self, share: float, num_tokens: int | None, page_tokens: int) -> int:
-        """Return a share of a request, at most the server's budget.
+    def _shared(
+        self, share: float | None, lengths: tuple[int, int] | None, page_tokens: int
+    ) -> "KVPolicyConfig":
+        """Return the same with a budget that is a share of what is not pinned.
+
+        At least what is always kept, and at most the server's budget and the ceiling.
 
         Args:
-            num_tokens: prompt and answer limit; None for the server's budget itself.
+            share: None leaves the budget as it is.
+            lengths: see `with_request`.
         """
-        if num_tokens is None:
-            return self.budget_tokens
-        least = self.least_budget(page_tokens)
-        return min(max(int(share * num_tokens), least), self.budget_tokens)
+        if share is None:
+            return self
+        floor = most = min(
+            self.budget_tokens, self.ceiling_tokens or self.budget_tokens
+        )
+        if lengths is not None:
+            prompt, whole = lengths
+            wanted = int(share * (whole - self.pinned_tokens(prompt)))
+            floor = min(max(wanted, self.least_budget(page_tokens)), most)
+        return self if floor == self.budget_tokens else self.with_budget(floor)
 
     def with_budget(self, tokens: int) -> "KVPolicyConfig":
         """Return the same with a number in place of AUTO or a share."""

@@ -285,9 +285,11 @@ def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
     """
     scheduler, interval = vllm_config.scheduler_config, config.interval_tokens
     average = -(-2 * scheduler.max_num_seqs // interval)
-    prompts = scheduler.max_num_batched_tokens // (config.budget_tokens + interval)
+    block_size = own_block_size(vllm_config)
+    first = config.smallest_budget(block_size) + interval
+    prompts = scheduler.max_num_batched_tokens // first
     return PlannerLimits(
-        block_size=own_block_size(vllm_config),
+        block_size=block_size,
         events_per_step=config.events_per_step or max(8, average, prompts),
     )
 
@@ -373,10 +375,10 @@ def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
     config = own_config(vllm_config)
     if config.budget_word is None:
         return config
-    if config.budget_share is None:
-        tokens = auto_budget(vllm_config, config, num_blocks)
+    if share := config.budget_share:
+        tokens = most_of_share(vllm_config, config, share)
     else:
-        tokens = most_of_share(vllm_config, config, config.budget_share)
+        tokens = auto_budget(vllm_config, config, num_blocks)
     vllm_config.additional_config.set_budget(tokens)
     return own_config(vllm_config)
 
@@ -482,17 +484,19 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"{config.interval_tokens} tokens; no request of at most {max_model_len} "
             f"tokens ever drops any{advice}"
         )
+    budget = f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}"
+    if config.budget_text:
+        budget = f"{config.budget_text} of each request, at most {budget}"
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
     pinned = "" if config.pins in (NONE, 0) else f" and what is pinned ({config.pins})"
     pinned = f" with {counted} pinned tokens" if counted else pinned
     if config.events == PRESSURE:
         most = vllm_config.scheduler_config.max_num_seqs
         is_high = fit < most and not config.is_auto
-        word = f" ({config.budget_word})" if config.budget_word else ""
         advice = "; others are preempted or wait: a lower --kv-budget, or `auto`, helps"
         return (
             f"KV policy {config.policy}: events when the pool runs short, none below "
-            f"{config.budget_tokens} tokens per KV head{word}; "
+            f"{budget}; "
             f"the pool of {num_blocks - 1} blocks fits {fit_whole} requests of "
             f"{max_model_len} tokens uncut ({whole} blocks each), or {fit} that are "
             f"cut so far ({held} each{pinned}); with "
@@ -500,8 +504,8 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"{most * whole} blocks{advice * is_high}"
         )
     return (
-        f"KV policy {config.policy}: budget {config.budget_tokens} tokens per KV "
-        f"head, event every {config.interval_tokens}; a request that generates "
+        f"KV policy {config.policy}: budget {budget}, event every "
+        f"{config.interval_tokens}; a request that generates "
         f"{max_model_len} tokens holds at most {held} blocks{pinned} instead of "
         f"{whole}, so the pool of {num_blocks - 1} fits {fit} such requests instead of "
         f"{fit_whole}"

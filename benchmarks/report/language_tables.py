@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -182,7 +182,8 @@ def points(about: Row, folder: Path) -> dict[str, Point]:
             elif policy == FULL:
                 told = f"{fmean(values):.3f} nats"
             share = held.get(policy, nan)
-            made[policy] = Point((told, f"{share:.2f}"), *ends, share)
+            shown = "" if isnan(share) else f"{share:.2f}"
+            made[policy] = Point((told, shown), *ends, share)
     return made
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,8 @@ def columns_of(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
         for part, items in record["items"].items():
             kinds = sorted(set(items.values()))
             lengths = {kind.rpartition("-")[2] for kind in kinds}
-            told = "texts" if part == LOSSES else f"facts of {'-'.join(lengths)} tokens"
+            sizes = " and ".join(sorted(lengths, key=lambda size: (len(size), size)))
+            told = "texts" if part == LOSSES else f"facts of {sizes} tokens"
             column = columns.setdefault(
                 told, {"files": [], "part": part, "places": set()}
             )
@@ -70,14 +72,15 @@ def columns_of(paths: Sequence[Path]) -> dict[str, dict[str, Any]]:
 
 def lines_of(wanted: Mapping[str, Any]) -> dict[str, Sequence[Point]]:
     """Return the points of each policy, its variants and budgets by what they hold."""
-    found: dict[str, dict[float, Point]] = {}
+    found: dict[str, list[Point]] = {}
     for place in sorted(wanted["places"]):
         about = {"files": wanted["files"], "part": wanted["part"], "place": place}
         for label, point in points(about, Path()).items():
             name, _ = split(label)
             if name != FULL and isfinite(point.held):
-                found.setdefault(name, {})[point.held] = point
-    return {name: [line[x] for x in sorted(line)] for name, line in found.items()}
+                found.setdefault(name, []).append(point)
+    by_held = attrgetter("held")
+    return {name: sorted(line, key=by_held) for name, line in found.items()}
 
 
 def _style(name: str, known: Mapping[str, Any]) -> dict[str, Any]:

@@ -386,6 +386,7 @@ def test_a_trade_off_has_what_was_held_beside_what_was_lost(tmp_path):
     assert cells[0][:3] == ["all", "2.000 nats", "1.00"]
     assert cells[1][:3] == ["one", "+0.500 [0.500, 0.500]", "0.25"]
     assert cells[1][3].startswith("250 % [") and cells[1][4] == "0.30"
+    assert cells[0][4] == ""  # nobody said what full KV held there
     assert cells[2] == ["none", "", "", "", ""]
 
 

@@ -273,10 +273,10 @@ def test_what_a_step_reads_by_the_formula_of_dms() -> None:
     """Llama 3.1 8B: 8.03e9 parameters, of which 5.3e8 are the input embedding."""
     shape = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
     text = SimpleNamespace(**shape, num_attention_heads=32, vocab_size=128256)
+    text.model_type = "llama"
     model = SimpleNamespace(
         hf_text_config=text,
-        is_moe=False,
-        is_hybrid=False,
+        quantization=None,
         get_total_num_kv_heads=lambda: 8,
         get_head_size=lambda: 128,
         dtype=torch.bfloat16,
@@ -285,7 +285,9 @@ def test_what_a_step_reads_by_the_formula_of_dms() -> None:
     per_layer = 6 * d * d_ff + 4 * d * d + 4 * d * d_kv
     assert weight_bytes(model) == n * per_layer + 2 * d * vocabulary
     assert weight_bytes(model) == pytest.approx(1.50e10, rel=2e-3)
-    model.is_moe = True
+    model.quantization = "awq"
+    assert weight_bytes(model) is None
+    model.quantization, text.model_type = None, "gpt_neox"
     assert weight_bytes(model) is None
 
 
@@ -304,3 +306,8 @@ def test_a_step_of_the_policy_reads_less(tiny_model: Path, capsys) -> None:
     assert f"({stock / (weights + stock):.0%} of all)" in told
     faster = (weights + stock) / (weights + policy)
     assert f"counts, {faster:.2f} times as fast" in told
+    # Where nobody is cut at that number, nothing is said.
+    assert command.main(words(tiny_model, "--kv-events", "pressure")) == 0
+    assert "A step of" not in capsys.readouterr().out
+    assert command.main(words(tiny_model, "--max-num-seqs", "4")) == 0
+    assert "A step of 4 reads" in capsys.readouterr().out

@@ -222,7 +222,7 @@ def test_under_pressure_it_shows_the_level_floors_and_who_was_never_cut(
         engine.counters.set("level_tokens", level)
         unlock(page, url)
         wait_for(page, "document.querySelectorAll('#rows tr.uncut').length === 1")
-        said = "cut when the pool runs short, to 64 tokens per KV head at least"
+        said = "cut when the pool runs short, not below 64 tokens per KV head"
         assert page.inner_text("#subtitle") == f"tiny · {said}"
         assert page.inner_text("#own-head") == "floor / interval"
         assert page.locator("#rows .own").first.inner_text() == f"{floor} / 32"

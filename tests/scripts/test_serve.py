@@ -261,14 +261,21 @@ def test_ranks_on_a_cpu_have_threads_of_their_own(words, cpus, nodes, expected):
         ([], True),
         (["--", "--kv_live"], False),
         (["--", "--additional-config", "{}"], False),
+        (["--", "--kv-policy-config", '{"live": true, "live_text": true}'], False),
+        (["--", "--kv-policy-config", '{"hints": true}'], True),
         (["--policy", "none"], False),
     ],
 )
-def test_a_policy_is_served_with_its_live_page(words, is_added):
+def test_a_policy_is_served_with_its_live_page(words, is_added, monkeypatch):
+    monkeypatch.delenv("VLLM_KV_LIVE", raising=False)
     options = serve.parse(words)
     before = len(options.extra)
     serve.choose_page(options)
     assert options.extra[before:] == ["--kv-live"] * is_added
+    monkeypatch.setenv("VLLM_KV_LIVE", "0")
+    silent = serve.parse(words)
+    serve.choose_page(silent)
+    assert len(silent.extra) == before
     page = "Live page: http://here/kv_policy/live"
     has_page = is_added or "--kv_live" in words
     assert (page in serve.how_to_call(options, "http://here")) == has_page
@@ -299,10 +306,14 @@ def test_the_log_has_errors_and_what_the_policy_says(monkeypatch, capsys):
             for level in ("info", "warning", "error")
         ),
     ]
-    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.delenv("VLLM_LOGGING_CONFIG_PATH")
-    options = serve.parse([])
-    capsys.readouterr()
-    serve.choose_log(options)
-    assert options.extra == [] and not capsys.readouterr().out
-    assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+    for level, more in (("INFO", []), (None, ["--logging_config.log_level=DEBUG"])):
+        if level:
+            monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+        else:
+            monkeypatch.delenv("VLLM_LOGGING_LEVEL")
+        options = serve.parse(["--", *more])
+        capsys.readouterr()
+        serve.choose_log(options)
+        assert options.extra == more and not capsys.readouterr().out
+        assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ

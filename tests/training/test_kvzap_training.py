@@ -10,11 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from training import kvzap
-from training.kvzap import Reader, Samples, around, figures_of, linear, mlp
+from training.kvzap import Reader, Repetition, Samples, around, figures_of, linear, mlp
 from training.model import load_base
 from training.rows import Row
 from vllm_kvpolicy.policies.admissions.kvzap import Surrogate, load
 
+CPU = torch.device("cpu")
 BEFORE, BETWEEN = [5, 6], [7, 8, 9]
 IDS = torch.randint(3, 99, (20,), generator=torch.Generator().manual_seed(0))
 
@@ -67,10 +68,25 @@ def test_samples_are_those_of_plain_attention(folder: Path, tmp_path: Path) -> N
     base = load_base(str(folder), "cpu", torch.float32)
     reader = Reader(base, BEFORE, BETWEEN, 8, 42, tmp_path)
     got = reader.samples([Row(IDS)], "text")
-    chosen = torch.randperm(20, generator=torch.Generator().manual_seed(42))[:8]
     hidden, scores = plain_scores(folder)
+    gaps = (got.hidden[:, None, -1] - hidden[None, :, -1]).abs().amax(-1)
+    assert (gaps.amin(1) < 1e-4).all()
+    chosen = gaps.argmin(1)
+    assert len(set(chosen.tolist())) == 8
     torch.testing.assert_close(got.hidden, hidden[chosen], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(got.scores, scores[chosen], rtol=1e-4, atol=1e-4)
+    # Other texts of the same length have samples of other places.
+    other = Repetition(slice(0), slice(0), torch.empty(0))
+    drawn = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "training.kvzap.Repetition",
+            lambda text, again, chosen: drawn.append(chosen) or other,
+        )
+        for more in (1, 2):
+            with pytest.raises(ValueError):  # nothing is seen
+                reader.samples([Row(IDS + more)], "text")
+    assert drawn[0].tolist() != drawn[1].tolist()
 
 
 def test_texts_that_were_read_are_not_read_again(
@@ -134,7 +150,10 @@ def test_hidden_units_find_the_rest(planted: Samples) -> None:
     )
     by_kind = [
         figures_of(surrogate(tensors, units), planted)
-        for tensors, units in ((linear(planted), None), (mlp(planted, options), 16))
+        for tensors, units in (
+            (linear(planted), None),
+            (mlp(planted, options, CPU), 16),
+        )
     ]
     assert by_kind[0]["r2_by_layer"][0] > 0.999 and by_kind[0]["r2_by_layer"][1] < 0.1
     assert min(by_kind[1]["r2_by_layer"]) > 0.9

@@ -83,6 +83,7 @@ def facts(vllm_config: Any) -> dict[str, Any]:
     return {
         **values,
         "budget": config.budget_tokens,
+        "budget_text": config.budget_text,
         "options": options,
         "model": served[0] if isinstance(served, list) else served,
         "block_size": own_block_size(vllm_config),

@@ -122,7 +122,7 @@ def check_params(
     longest = vllm_config.model_config.max_model_len
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
     block_size = own_block_size(vllm_config)
-    config = server.with_request(params.extra_args, block_size, tokens)
+    config = server.with_request(params.extra_args, block_size, (prompt_tokens, tokens))
     if (params.extra_args or {}).get("kv_pin") == SYSTEM:
         expected = (
             f"{NONE!r}, {PROMPT!r} or a number of tokens: no chat template is rendered "

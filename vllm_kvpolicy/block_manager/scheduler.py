@@ -190,12 +190,11 @@ class KVPolicySchedulerMixin(CountingMixin):
     def _plan_request(self, request: Request) -> None:
         request_id, params = request.request_id, request.sampling_params
         extra_args = params.extra_args if params is not None else None
+        whole = request.num_prompt_tokens + request.max_tokens
+        lengths = request.num_prompt_tokens, min(whole, self.max_model_len)
+        known = self.kv_policy_limits.block_size, lengths
         try:
-            config = self.kv_policy_config.with_request(
-                extra_args,
-                self.kv_policy_limits.block_size,
-                min(request.num_prompt_tokens + request.max_tokens, self.max_model_len),
-            )
+            config = self.kv_policy_config.with_request(extra_args, *known)
             if config is not None:
                 check_drafts(config, self.vllm_config, "kv_")
         except ValueError as error:
@@ -204,7 +203,7 @@ class KVPolicySchedulerMixin(CountingMixin):
             logger.warning(
                 "request %s keeps the server's policy: %s", request_id, error
             )
-            config = self.kv_policy_config
+            config = self.kv_policy_config.with_request(None, *known)
         is_masked = config is not None and config.resolved().is_exact
         if not is_masked:
             self._sees_all.add(request_id)

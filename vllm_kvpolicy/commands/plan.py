@@ -280,7 +280,7 @@ def main(words: list[str]) -> None:
     print(table([HEAD, *lines]))
     sizes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
     print(LEGEND.format(engine.block_size, *sizes))
-    for note in _notes(engine, config, lines, lines[len(stock)]):
+    for note in _notes(engine, config, lines, len(stock)):
         print(note)
 
 
@@ -459,7 +459,7 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
             f"{config.policy} has no budget: what requests hold depends on their text"
         )
     yield _policy(engine, config)
-    if config.budget_share:
+    if config.budget_text:
         return
     for budget, interval in NEIGHBOURS:
         with suppress(ValueError):  # too small, or no room
@@ -479,8 +479,10 @@ def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint
         whole: its life without events.
     """
     sizes = engine.block_size, query_rows(engine.vllm_config)
-    config = config.with_request(None, sizes[0], whole.num_tokens + 1) or config
-    footprint = config.footprint(whole.footprint.events.prompt_len, *sizes)
+    prompt = whole.footprint.events.prompt_len
+    lengths = prompt, whole.num_tokens + 1
+    config = config.with_request(None, sizes[0], lengths) or config
+    footprint = config.footprint(prompt, *sizes)
     if config.events != PRESSURE:
         return footprint
     plan = RequestPlan(config.policy, footprint, config.sink_tokens, is_called=True)
@@ -513,9 +515,9 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
             f"superblocks, and the pool has {max(usable, 0)}; give more memory, a "
             "smaller budget, or a smaller prefill_interval where prompts are long"
         )
-    budget = config.budget_word if config.budget_share else str(config.budget_tokens)
+    budget = config.budget_text or str(config.budget_tokens)
     name = config.policy + ", FP8" * engine.is_fp8
-    return name, str(budget), str(config.interval_tokens), *_numbers(lives, usable)
+    return name, budget, str(config.interval_tokens), *_numbers(lives, usable)
 
 
 def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
@@ -555,22 +557,21 @@ def _title(engine: Engine) -> str:
 
 
 def _notes(
-    engine: Engine,
-    config: KVPolicyConfig,
-    lines: list[tuple[str, ...]],
-    chosen: tuple[str, ...],
+    engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]], own: int
 ) -> Iterator[str]:
     """Yield what a server would want besides, a line each.
 
     Args:
-        chosen: the line of the policy as configured.
+        own: place of the line of the policy as configured.
     """
-    usable = chosen[3]
-    weights, count = weight_bytes(engine.model), int(lines[0][-1])
-    if weights is not None and count:
+    usable = lines[own][3]
+    limit = engine.vllm_config.scheduler_config.max_num_seqs
+    weights, count = weight_bytes(engine.model), min(int(lines[0][-1]), limit)
+    # Under pressure nobody is cut at that number.
+    if weights is not None and count and config.events != PRESSURE:
         whole = float(lines[0][5]) * engine.superblock_bytes(False)
-        own = float(chosen[5]) * engine.superblock_bytes(engine.is_fp8)
-        yield step_in_words(count, weights, whole, own)
+        kept = float(lines[own][5]) * engine.superblock_bytes(engine.is_fp8)
+        yield step_in_words(count, weights, whole, kept)
     if engine.others.count:
         yield (
             f"Superblocks of {engine.others.count} groups of other layers, which no "
@@ -587,7 +588,6 @@ def _notes(
             "once nobody is cut. Lines of the policy are of requests at their floors, "
             "cut as often as may be."
         )
-    limit = engine.vllm_config.scheduler_config.max_num_seqs
     if max(int(line[-1]) for line in lines) > limit:
         yield f"More than {limit} at once need a higher --max-num-seqs."
     least = max_blocks_per_request(engine.vllm_config, config)

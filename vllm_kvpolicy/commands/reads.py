@@ -8,18 +8,23 @@ have any size; reads alone, because a plan does not know a device's FLOPs.
 
 from typing import Any
 
+GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite")
+"""Types of models whose layers have three matrices behind attention, as Llama's."""
+
 
 def weight_bytes(model: Any) -> int | None:
-    """Return the bytes of weights that a step reads; None for layers unlike Llama's.
+    """Return the bytes of weights that a step reads; None where they are not known.
+
+    Known are those of GATED, without quantisation.
 
     Args:
         model: vLLM's ModelConfig.
     """
     config = model.hf_text_config
-    inner = getattr(config, "intermediate_size", None)
-    if model.is_moe or model.is_hybrid or not isinstance(inner, int):
+    if config.model_type not in GATED or model.quantization is not None:
         return None
     size, layers = config.hidden_size, config.num_hidden_layers
+    inner = config.intermediate_size
     heads = config.num_attention_heads + model.get_total_num_kv_heads()
     per_layer = 3 * size * inner + 2 * size * heads * model.get_head_size()
     numbers = layers * per_layer + size * config.vocab_size

@@ -17,7 +17,7 @@ from vllm_kvpolicy.commands.outputs import quiet, table
 from vllm_kvpolicy.commands.verify_server import Server
 from vllm_kvpolicy.commands.verify_server import checks as checks_of_server
 from vllm_kvpolicy.config import KVPolicyConfig
-from vllm_kvpolicy.config_keys import ALWAYS, AUTO, MOST, PRESSURE, share_of
+from vllm_kvpolicy.config_keys import ALWAYS, AUTO, MOST, PRESSURE
 from vllm_kvpolicy.kernels import preferences
 
 OWN = "vllm-kvpolicy"
@@ -101,7 +101,7 @@ def _of_server(given: argparse.Namespace) -> tuple[Lines, Iterator[Check]]:
 def _config(flags: Mapping[str, Any]) -> KVPolicyConfig:
     """Return the policy to check: small numbers, where flags do not say otherwise."""
     for key, value in flags.items():
-        if value in (PRESSURE, AUTO) or key == "ceiling" or share_of(value):
+        if value in (PRESSURE, AUTO) or key == "ceiling":
             raise ValueError(
                 f"--kv-{key}: got {value}, expected another value or none: the checks "
                 f"are of {ALWAYS!r}, events at positions that the pool does not change"

@@ -123,7 +123,8 @@ class DummyEvents:
         most = config.budget_tokens + 2 * config.prefill_step(self.block_size)
         if config.events == PRESSURE:
             most = longest
-        tokens, lengths = config.budget_tokens + config.interval_tokens, list[int]()
+        tokens = config.smallest_budget(self.block_size) + config.interval_tokens
+        lengths = list[int]()
         while tokens < min(most, longest):
             lengths.append(tokens)
             tokens += tokens // 2
