@@ -4,8 +4,9 @@
     python -m benchmarks.demo --policy ams-tova --seconds 30
 
 Eight clients send one request after the other, short and long ones by chance, to a pool
-for two of the longest. First tokens are those of requests that ended. While the policy's minute runs, its live page
-shows what is held. This is a look at the thing, not a measurement: there is one round.
+for two of the longest. First tokens are those of requests that ended. While a policy's
+minute runs, its live page shows what is held. This is a look at the thing, not a
+measurement: there is one round.
 """
 
 import argparse

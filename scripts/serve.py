@@ -161,10 +161,11 @@ def choose_budget(options: argparse.Namespace) -> None:
 def choose_page(options: argparse.Namespace) -> None:
     """Show the live page beside a policy, unless something says otherwise."""
     given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
-    own = {"--kv-live", "--additional-config", "--config"}
-    if has_policy(options) and "VLLM_KV_LIVE" not in os.environ and not given & own:
-        if "live" not in values_among(options.extra).get("policy_config", {}):
-            options.extra.append("--kv-live")
+    said = given & {"--kv-live", "--additional-config", "--config"}
+    if said or "VLLM_KV_LIVE" in os.environ or not has_policy(options):
+        return
+    if "live" not in values_among(options.extra).get("policy_config", {}):
+        options.extra.append("--kv-live")
 
 
 def choose_log(options: argparse.Namespace) -> None:
@@ -176,9 +177,7 @@ def choose_log(options: argparse.Namespace) -> None:
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(ROOT / "scripts/logging.json")
     if not any(word.startswith("--uvicorn-log") for word in words):
         options.extra += ["--uvicorn-log-level", "warning"]
-    print(
-        "Of vLLM's log only errors are shown; VLLM_LOGGING_LEVEL=INFO shows all of it"
-    )
+    print("Only errors of vLLM's log are shown; VLLM_LOGGING_LEVEL=INFO shows all")
 
 
 def values_among(extra: list[str]) -> dict[str, Any]:

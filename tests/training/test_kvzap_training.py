@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from training import kvzap
-from training.kvzap import Reader, Repetition, Samples, around, figures_of, linear, mlp
+from training.kvzap import Reader, Samples, around, figures_of, linear, mlp
 from training.model import load_base
 from training.rows import Row
 from vllm_kvpolicy.policies.admissions.kvzap import Surrogate, load
@@ -25,7 +25,7 @@ def folder(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(request.param)
 
 
-def plain_scores(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_scores(folder: Path, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What attention is given and the scores, of transformers' own attention weights.
 
     Returns:
@@ -40,10 +40,10 @@ def plain_scores(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
             lambda module, args, named: given.append(named["hidden_states"][0]),
             with_kwargs=True,
         )
-    read = torch.tensor([[*BEFORE, *IDS, *BETWEEN, *IDS]])
+    read = torch.tensor([[*BEFORE, *ids, *BETWEEN, *ids]])
     with torch.no_grad():
         out = model(read, output_attentions=True)
-        size, count = out.past_key_values.layers[0].values.shape[-1], len(IDS)
+        size, count = out.past_key_values.layers[0].values.shape[-1], len(ids)
         scores = torch.zeros(count, len(given), 2)
         for layer, module in enumerate(model.model.layers):
             value = out.past_key_values.layers[layer].values[0]
@@ -65,28 +65,20 @@ def plain_scores(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_samples_are_those_of_plain_attention(folder: Path, tmp_path: Path) -> None:
+    """Of tokens that are drawn anew for each text."""
     base = load_base(str(folder), "cpu", torch.float32)
     reader = Reader(base, BEFORE, BETWEEN, 8, 42, tmp_path)
-    got = reader.samples([Row(IDS)], "text")
-    hidden, scores = plain_scores(folder)
-    gaps = (got.hidden[:, None, -1] - hidden[None, :, -1]).abs().amax(-1)
-    assert (gaps.amin(1) < 1e-4).all()
-    chosen = gaps.argmin(1)
-    assert len(set(chosen.tolist())) == 8
-    torch.testing.assert_close(got.hidden, hidden[chosen], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(got.scores, scores[chosen], rtol=1e-4, atol=1e-4)
-    # Other texts of the same length have samples of other places.
-    other = Repetition(slice(0), slice(0), torch.empty(0))
     drawn = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "training.kvzap.Repetition",
-            lambda text, again, chosen: drawn.append(chosen) or other,
-        )
-        for more in (1, 2):
-            with pytest.raises(ValueError):  # nothing is seen
-                reader.samples([Row(IDS + more)], "text")
-    assert drawn[0].tolist() != drawn[1].tolist()
+    for ids in (IDS, IDS.flip(0)):
+        got = reader.samples([Row(ids)], "text")
+        hidden, scores = plain_scores(folder, ids)
+        gaps = (got.hidden[:, None, -1] - hidden[None, :, -1]).abs().amax(-1)
+        chosen = gaps.argmin(1)
+        assert (gaps.amin(1) < 1e-4).all() and len(set(chosen.tolist())) == 8
+        torch.testing.assert_close(got.hidden, hidden[chosen], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got.scores, scores[chosen], rtol=1e-4, atol=1e-4)
+        drawn.append(set(chosen.tolist()))
+    assert drawn[0] != drawn[1]
 
 
 def test_texts_that_were_read_are_not_read_again(
