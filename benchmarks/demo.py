@@ -145,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     given = parser.parse_args(argv)
     stock = SETTINGS.arguments()
     policy = ["--kv-policy", given.policy, "--kv-budget", "auto", "--kv-live"]
-    kinds = {"stock": stock, given.policy: [*stock, *policy, "--kv-interval", "64"]}
+    kinds = {"stock": stock, given.policy: [*stock, *policy, "--kv-interval", "128"]}
     rows = []
     with TemporaryDirectory() as folder:
         for name, words in kinds.items():

@@ -25,6 +25,8 @@ OUTSIDE = {
     "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/gpu/README.md": "reports/gpu.md",
+    "benchmarks/report/README.md": "reports/tables.md",
     "docker/README.md": "docker.md",
     "reasoner/README.md": "reasoner.md",
 }

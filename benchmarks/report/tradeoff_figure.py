@@ -40,8 +40,8 @@ def draw_tradeoff(paths: Sequence[Path], about: str) -> "Figure":
             ends.append([scale * (point.high - point.mean) for point in line])
             panel.errorbar(x, y, ends, capsize=2, **style)
     caption = (
-        f"{about} Intervals of 95 % over texts. Dashed: policies that nobody trained, "
-        "of several budgets; a line joins the variants of one policy."
+        f"{about} Intervals of 95 % over texts. Dashed: policies nobody trained; a "
+        "line joins the budgets and variants of one policy."
     )
     handles = [handle(name, **style) for name, style in styles.items()]
     explain(figure, "What is lost over what is held", caption, [handles])
