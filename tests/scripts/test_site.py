@@ -28,6 +28,8 @@ PAGES = {
     "contributing": "CONTRIBUTING.md",
     "docker": "docker/README.md",
     "reasoner": "reasoner/README.md",
+    "reports/gpu": "benchmarks/gpu/README.md",
+    "reports/tables": "benchmarks/report/README.md",
 } | {
     str(path.relative_to(ROOT / "docs").with_suffix("")).replace(
         "README", "index"
