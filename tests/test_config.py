@@ -160,7 +160,7 @@ def test_wrong_numbers_are_refused_by_name(key, value):
     assert str(error.value) == (
         f"{key.key}: got {value!r}, expected an integer >= {key.minimum}"
         + (f" or {key.word!r}" if key.word else "")
-        + (" or a share such as '25%'" if key.has_share else "")
+        + (" or a share such as '25%', at most 100%" if key.has_share else "")
     )
 
 

@@ -84,7 +84,8 @@ class IntegerKey:
         if is_integer and self.minimum <= value <= MOST:
             return value
         word = f" or {self.word!r}" if has_word else ""
-        word = f"{word} or a share such as '25%'" if self.has_share else word
+        share = " or a share such as '25%', at most 100%"
+        word = f"{word}{share}" if self.has_share else word
         valid = f"an integer >= {self.minimum}"
         if is_integer and value > MOST:
             valid = f"at most {MOST}"
