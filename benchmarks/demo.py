@@ -42,7 +42,6 @@ COUNTERS = {
     "tokens": "vllm:generation_tokens_total",
     "preemptions": "vllm:num_preemptions_total",
     "dropped": "kvpolicy_tokens_dropped_total",
-    "kept": "kvpolicy_tokens_kept_total",
 }
 
 

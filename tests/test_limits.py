@@ -184,8 +184,8 @@ def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
     said = capacity_line(ENGINE, known, 3201)
     assert f"none below 25% of each request, at most {LONGEST // 4} tokens per" in said
     # As many prompts may end in an event as with the least budget.
-    few = replace(quarter, budget_text=None).with_budget(4 + 32 + SIZE)
-    assert planner_limits(ENGINE, known) == planner_limits(ENGINE, few)
+    wide = engine_with(scheduler_config={"max_num_batched_tokens": 16384})
+    assert planner_limits(wide, known).events_per_step == 16384 // (4 + 32 + SIZE + 512)
 
 
 def test_the_pools_share_by_hand() -> None:

@@ -96,6 +96,9 @@ def test_texts_that_were_read_are_not_read_again(
         assert torch.equal(got.scores, first.scores)
         with pytest.raises(TypeError):
             again.samples([Row(IDS + 1)], "text")
+        again.base.decoder.norm.weight.mul_(2)  # as other weights have
+        with pytest.raises(TypeError):
+            again.samples([Row(IDS)], "text")
     assert not torch.equal(reader(7).samples([Row(IDS)], "text").scores, first.scores)
 
 
