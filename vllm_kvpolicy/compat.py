@@ -100,6 +100,8 @@ UNROTATED = ("jamba", "nemotron_h")
 WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
+# And of those over latent vectors (MLA).
+LATENT_BACKENDS = ("CPU_MLA",)
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.
 GPU_BACKENDS = {
     "FLASH_ATTN": "vllm_kvpolicy.worker.backends.flash.KVPolicyFlashBackend",
@@ -109,6 +111,8 @@ GPU_BACKENDS = {
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
 # CPU kernel packs keys by 32; the Triton kernel wants 16.
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
+# And of latent vectors, everywhere.
+LATENT_TOKENS = 16
 
 
 def cache_folder() -> Path:
@@ -232,6 +236,37 @@ def align_states(vllm_config: Any) -> None:
     found = aligned() if platform_name() == "cpu" else _run_in_subprocess(aligned)
     for name, value in zip(fields, found, strict=True):
         setattr(vllm_config.cache_config, name, value)
+
+
+def served_backends(vllm_config: Any) -> set[str]:
+    """Return the names of vLLM's attention backends that a policy serves a model by."""
+    is_latent = vllm_config.model_config.use_mla
+    return set(LATENT_BACKENDS if is_latent else ATTENTION_BACKENDS)
+
+
+def serve_latents(vllm_config: Any, is_chunked: bool) -> None:
+    """Have a CPU serve latent vectors (MLA) by vLLM's attention for any CPU, in chunks.
+
+    vLLM takes another one where there is AMX, and with this one it cuts no prompts,
+    though that attends to what is cached before a chunk. Events need chunks. Rotations
+    are PyTorch's, unless the user asks for vLLM's kernel: it turns such queries by
+    wrong positions.
+
+    Args:
+        is_chunked: the user has not said otherwise.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if platform_name() != "cpu" or not vllm_config.model_config.use_mla:
+        return
+    attention, cache = vllm_config.attention_config, vllm_config.cache_config
+    attention.backend = attention.backend or AttentionBackendEnum.CPU_MLA
+    if attention.backend == AttentionBackendEnum.CPU_MLA:
+        cache.block_size, cache.enable_prefix_caching = LATENT_TOKENS, False
+        vllm_config.scheduler_config.enable_chunked_prefill = is_chunked
+        operations = vllm_config.compilation_config.custom_ops
+        if not {f"{sign}rotary_embedding" for sign in "+-"} & {*operations}:
+            operations.append("-rotary_embedding")
 
 
 def cuda_attention_backend(

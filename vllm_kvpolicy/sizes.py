@@ -175,11 +175,19 @@ def own_shape(vllm_config: Any) -> Any:
 def kv_heads(vllm_config: Any, kind: str = FULL) -> tuple[int, int]:
     """Return (H, D): KV heads of a layer of a kind on one rank, and their channels.
 
-    Of full attention where the model has no layer of that kind.
+    Of full attention where the model has no layer of that kind. With MLA that is one
+    head, whose keys are latent vectors of D channels.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     shape, *_ = shapes(vllm_config, kind) or shapes(vllm_config)
     return model.get_num_kv_heads(parallel, shape), shape.head_size
+
+
+def total_kv_heads(vllm_config: Any) -> int:
+    """Return the KV heads of a layer that a policy bounds, on all ranks together."""
+    if vllm_config.model_config.use_mla:
+        return 1
+    return int(own_shape(vllm_config).total_num_kv_heads)
 
 
 def row_sizes(vllm_config: Any) -> tuple[int, int]:
@@ -295,18 +303,25 @@ def planner_limits(vllm_config: Any, config: KVPolicyConfig) -> PlannerLimits:
 
 
 def query_rows(vllm_config: Any) -> int:
-    """Return the rows of a superblock that a query takes, of one vector per KV head.
+    """Return the rows of a superblock that a query takes; a token takes two.
 
     One for each query head of a KV head; in an FP8 cache, whose numbers take a byte, as
-    many times more as a number of the model takes bytes.
+    many times more as a number of the model takes bytes. Where heads share a latent
+    vector (MLA) a row is half of one, and queries are saved as they are before they are
+    turned into its space, where they are longer.
 
     Example: 16 query heads, 4 KV heads: 4 rows, and 8 in an FP8 cache of bfloat16.
+    DeepSeek-V3 has 128 heads of 192 channels, and latent vectors of 576: 86 rows.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     num_heads = model.get_num_attention_heads(parallel, own_shape(vllm_config))
-    group = num_heads // kv_heads(vllm_config)[0]
+    count, size = kv_heads(vllm_config)
+    if model.use_mla:
+        text = model.hf_text_config
+        channels = text.qk_nope_head_dim + text.qk_rope_head_dim
+        return -(-num_heads * channels // (size // 2))
     is_float8 = vllm_config.cache_config.cache_dtype in compat.FLOAT8_CACHES
-    return group * (model.dtype.itemsize if is_float8 else 1)
+    return num_heads // count * (model.dtype.itemsize if is_float8 else 1)
 
 
 def auto_budget(

@@ -16,7 +16,7 @@ import torch
 from support.engine.helpers import BLOCK, Result, config_of, one_job_each, serve
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report, check_selection
-from support.made_hybrids import SETTINGS
+from support.made_hybrids import LATENTS, SETTINGS
 from support.made_sliding import MixedDecoder
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
@@ -44,6 +44,12 @@ POOLS = {
 # Of superblocks of 64 and 96 tokens, with room for all.
 MAMBA = {"budget": 140, "interval": 40, "prefill_interval": 384}
 SIZES = {"gemma4_31b": 64, "granite4": 96, "nemotron_h": 64, "falcon_h1": 64}
+LATENT = {"budget": 112, "interval": 48, "prefill_interval": 160, "recent": 32}
+WINDOWS = ["ams-snapkv", "rpc", "chunk-snapkv"]
+POLICIES["deepseek_v3"] = [*COMMON, "strat-tova", *WINDOWS]
+POLICIES["glm4_lite"] = [*COMMON[:4], "random"]
+POOLS |= {("deepseek_v3", ALWAYS): 84, ("deepseek_v3", PRESSURE): 84}
+POOLS |= {("glm4_lite", ALWAYS): 84}
 for name in ("granite4", "nemotron_h", "falcon_h1"):
     POLICIES[name], POOLS[name, ALWAYS] = COMMON, 200
 CASES = [(*pool, policy) for pool in POOLS for policy in POLICIES[pool[0]]]
@@ -57,6 +63,7 @@ def values_of(model: str, events: str) -> dict[str, Any]:
     names = POLICIES[model]
     values = {"policy": names[0], "allow": names, "events": events, **BASE}
     values |= LARGE if model == "gemma4_31b" else MAMBA if model in SIZES else {}
+    values |= LATENT if model in LATENTS else {}
     if "ams-expected" in names:
         values["policy_config"] = {"expected_window": 48}
     return values
@@ -107,7 +114,7 @@ def test_survivors_are_those_that_dense_attention_wants(
 ) -> None:
     """The selection oracle, with the queries and keys of the same models."""
     result, report = served(model, events)[policy], Report()
-    size = SIZES.get(model, BLOCK)
+    size = 16 if model in LATENTS else SIZES.get(model, BLOCK)
     config = config_of(values_of(model, events)).with_request(
         result.job.extra_args, size
     )

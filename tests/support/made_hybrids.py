@@ -11,6 +11,7 @@ import transformers
 
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 from vllm_kvpolicy.commands.trials import (
+    LATENT,
     TRIALS,
     gemma4,
     make_lfm2,
@@ -108,6 +109,17 @@ def _gemma4_e2b() -> Any:
     return gemma4("wwfwwfwwwf", 32, attention_k_eq_v=False, **heads, **shared)
 
 
+def _deepseek_v3() -> Any:
+    return transformers.DeepseekV3Config(**LATENT)
+
+
+def _glm4_lite() -> Any:
+    """Return one whose queries are not a whole number of rows: GLM-4.7-Flash."""
+    heads = {"num_attention_heads": 5, "num_key_value_heads": 5, "v_head_dim": 48}
+    kinds = {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    return transformers.Glm4MoeLiteConfig(**{**LATENT, **heads, **kinds})
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "granite4": _granite4,
     "nemotron_h": _nemotron_h,
@@ -115,7 +127,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_next": _qwen3_next,
     "gemma4_31b": _gemma4_31b,
     "gemma4_e2b": _gemma4_e2b,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_lite": _glm4_lite,
 }
+LATENTS = ("deepseek_v3", "glm4_lite")  # whose heads share a vector per token
 # What stock vLLM needs on a CPU: its kernel there rotates queries of LFM2's shape by
 # wrong positions, its Mamba2 caches no prefixes, its gated delta net is of bfloat16.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -126,6 +141,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"enable_prefix_caching": False},
     "falcon_h1": {"enable_prefix_caching": False},
     "qwen3_next": {"dtype": "bfloat16"},
+    **dict.fromkeys(
+        LATENTS,
+        {
+            **TRIALS["states"].settings,  # for the same reason
+            "attention_backend": "CPU_MLA",
+            "enable_prefix_caching": False,
+        },
+    ),
 }
 
 

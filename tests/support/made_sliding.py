@@ -29,16 +29,17 @@ class MixedDecoder:
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager"
         )
-        every = [each for each in self.model.modules() if hasattr(each, "q_proj")]
+        every = [each for each in self.model.modules() if hasattr(each, "scaling")]
         full = [each for each in every if getattr(each, "sliding_window", None) is None]
-        own = [each for each in full if hasattr(each, "k_proj")]
+        latent = any(hasattr(each, "kv_b_proj") for each in full)
+        own = [e for e in full if hasattr(e, "kv_b_proj" if latent else "k_proj")]
         # The last one that comes before, for those without keys of their own.
         self.places = {id(each): own.index(each) for each in own}
         for each in full:
             self.places.setdefault(id(each), len(own) - 1)
         self.own, first = own, own[0]
         self.num_layers, self.scale = len(own), float(first.scaling)
-        self.num_heads = first.k_proj.out_features // first.head_dim
+        self.num_heads = 1 if latent else first.k_proj.out_features // first.head_dim
         self.num_q_heads = self.model.config.num_attention_heads
         if hasattr(first, "sinks"):
             self.sinks = torch.stack([each.sinks.detach() for each in own]).numpy()
@@ -71,7 +72,30 @@ class MixedDecoder:
                 mask = bias[place][None]
             if module in self.own:
                 seen[place] = query[0], key[0], value[0]
+                if hasattr(module, "kv_b_proj"):
+                    seen[place] = as_one_head(module, query[0], key[0])
             return attend(module, query, key, value, mask, **kwargs)
 
         with patch.object(source, "eager_attention_forward", forward):
             yield
+
+
+def as_one_head(
+    module: Any, query: torch.Tensor, key: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries [Hq, T, C] and one key and value [1, T, C] with the same logits.
+
+    The key has the own channels of all heads, one after the other, and those that
+    they share; a query is zero at the others' channels.
+
+    Args:
+        module: Transformers' attention layer with a latent vector per token.
+        query, key: [Hq, T, P + R] with R channels that all heads share.
+    """
+    own, shared = query.split([module.qk_nope_head_dim, module.qk_rope_head_dim], -1)
+    alone = torch.zeros(*own.shape[:2], len(query), own.shape[-1])
+    for head in range(len(query)):
+        alone[head, :, head] = own[head]
+    parts = [*key[..., : own.shape[-1]], key[0, :, own.shape[-1] :]]
+    one = torch.cat(parts, -1)[None]
+    return torch.cat([alone.flatten(2), shared], -1), one, one

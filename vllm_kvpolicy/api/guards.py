@@ -131,6 +131,7 @@ def is_on_gpu(config: Any) -> bool:
     return compat.platform_name() != "cpu"
 
 
+has_latents = on("model_config.use_mla")
 is_fitted, reads_rotations = has_word_with("fitted"), has_word_with("rotates")
 has_sinks = compat.has_learned_sinks
 # Heads may keep different numbers of tokens.
@@ -170,6 +171,7 @@ def _unlike_drafter(config: Any) -> bool:
 
 def _block_is_odd(config: Any) -> bool:
     unit = compat.BLOCK_TOKENS.get(compat.platform_name(), 1)
+    unit = compat.LATENT_TOKENS if has_latents(config) else unit
     return config.cache_config.block_size % unit != 0
 
 
@@ -379,8 +381,9 @@ REFUSALS = (
     ),
     Refusal(
         "other attention backends",
-        lambda config: not backends(config) <= set(compat.ATTENTION_BACKENDS),
-        f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work)",
+        lambda config: not backends(config) <= compat.served_backends(config),
+        f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work, "
+        f"and {', '.join(compat.LATENT_BACKENDS)} with MLA)",
     ),
     Refusal(
         "FlashInfer with per-head lengths ({ragged})",
@@ -604,10 +607,32 @@ REFUSALS = (
         on("model_config.is_attention_free"),
         "leave out --kv-policy: there is no KV cache",
     ),
+    # Heads that share a latent vector.
     Refusal(
-        "multi-head latent attention (MLA)",
-        on("model_config.use_mla"),
-        "serve a model with grouped-query or multi-head attention",
+        "multi-head latent attention (MLA) with what reads or sizes KV heads one by "
+        "one ({reads_heads})",
+        all_of(has_latents, any_of(has_word_with("reads_heads"), is_ragged)),
+        "choose other policies, also in `allow`: a layer keeps one vector per token "
+        "for all its heads",
+    ),
+    Refusal(
+        "multi-head latent attention with sparse attention of its own (DeepSeek-V3.2 "
+        "and V4, GLM-5)",
+        all_of(
+            has_latents, any_of(text_has("index_topk"), text_has("compress_ratios"))
+        ),
+        "leave out --kv-policy: the model itself chooses what it reads, and its index "
+        "has no pages for policies",
+    ),
+    Refusal(
+        "multi-head latent attention beside layers with a state",
+        all_of(has_latents, on("model_config.is_hybrid")),
+        "serve a model whose layers all have a KV cache",
+    ),
+    Refusal(
+        "multi-head latent attention with FP8 KV caches, LoRA adapters, MTP or EAGLE",
+        all_of(has_latents, any_of(is_float8, has_adapters, drafts_in_layers)),
+        "leave out --kv-cache-dtype, --enable-lora and --speculative-config",
     ),
     Refusal(
         "hierarchical sparse attention (HiSparse)",

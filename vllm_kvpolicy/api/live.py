@@ -18,8 +18,8 @@ from vllm_kvpolicy.policies.fingerprint import file_options
 from vllm_kvpolicy.sizes import (
     capacity_line,
     own_block_size,
-    own_shape,
     sharing_line,
+    total_kv_heads,
 )
 
 VERSIONS = ("vllm-kvpolicy", "vllm", "torch", "triton")
@@ -63,8 +63,7 @@ def _leave_out_of_durations(app: Any) -> None:
 def engines(vllm_config: Any) -> tuple[Mapping[int, str], int]:
     """Return the engines of this host by index, and how many ranks have own heads."""
     size = vllm_config.parallel_config.tensor_parallel_size
-    num_heads = own_shape(vllm_config).total_num_kv_heads
-    return engines_here(vllm_config), min(size, num_heads)
+    return engines_here(vllm_config), min(size, total_kv_heads(vllm_config))
 
 
 def facts(vllm_config: Any) -> dict[str, Any]:

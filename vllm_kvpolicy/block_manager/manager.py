@@ -14,7 +14,7 @@ from typing import Any
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
@@ -204,6 +204,13 @@ class KVPolicySpec(FullAttentionSpec):
         """
         config = own_config(vllm_config)
         return max_blocks_per_request(vllm_config, config) * self.page_size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVPolicyLatentSpec(MLAAttentionSpec):
+    """The same of layers whose heads share latent vectors (MLA)."""
+
+    max_memory_usage_bytes = KVPolicySpec.max_memory_usage_bytes
 
 
 class KVPolicyManager(FullAttentionManager):
@@ -570,4 +577,5 @@ def _ids(blocks: Sequence[KVCacheBlock]) -> tuple[int, ...]:
 
 
 KVCacheSpecRegistry._ensure_registered()
-KVCacheSpecRegistry.register(KVPolicySpec, KVPolicyManager, KVPolicySpec)
+for _spec in (KVPolicySpec, KVPolicyLatentSpec):
+    KVCacheSpecRegistry.register(_spec, KVPolicyManager, _spec)

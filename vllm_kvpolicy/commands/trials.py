@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GptOssConfig,
@@ -136,6 +137,14 @@ def make_lfm2(path: Path | str, seed: int = 3) -> Path:
     return write(path, config, seed, norms=1.5)
 
 
+def make_deepseek(path: Path | str, seed: int = 3) -> Path:
+    """Write a DeepSeek-V3 of 3 layers, two of them with experts; return its folder.
+
+    Its latent vectors have the size of the released models', and so of kernels.
+    """
+    return write(path, DeepseekV3Config(**LATENT), seed, norms=1.5)
+
+
 def sizes(**changes: Any) -> dict[str, Any]:
     """Return what the configurations of all made models have in common."""
     return {
@@ -152,6 +161,27 @@ def sizes(**changes: Any) -> dict[str, Any]:
         "tie_word_embeddings": False,
         **changes,
     }
+
+
+LATENT = {
+    **sizes(num_key_value_heads=4, head_dim=64),
+    "num_hidden_layers": 3,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "n_group": 1,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",  # vLLM then expects the bias that Transformers writes
+    "scoring_func": "sigmoid",  # as Transformers always does
+}
+"""What configurations of models with latent vectors (MLA) have in common."""
 
 
 def write(

@@ -24,6 +24,7 @@ class KeepAll(Policy, Word):
 
     summary = "keeps everything"
     source = "this project"
+    reads_heads = False
 
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
         """Keep all valid tokens, whatever the budget; newer ones score higher."""

@@ -45,6 +45,9 @@ class Word(OfModel):
         weighs_itself: it computes attention of its own from queries, which leaves out
             learned sinks.
         rotates: it reads how the model rotates queries and keys.
+        reads_heads: it reads keys or values of a KV head as vectors, or sizes heads
+            one by one; false where the logits of queries, or nothing, are enough, so
+            that it serves layers whose heads share one vector per token (MLA).
         fitted: it belongs to one model's weights: by a file, or by their training.
         presets: option values by the name of a preset.
         refuses: words that it is not combined with, and why.
@@ -64,6 +67,7 @@ class Word(OfModel):
     measures_tokens: ClassVar[bool] = False
     weighs_itself: ClassVar[bool] = False
     rotates: ClassVar[bool] = False
+    reads_heads: ClassVar[bool] = True
     fitted: ClassVar[bool] = False
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     refuses: ClassVar[Mapping[str, str]] = {}

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-import vllm_kvpolicy.worker.backends.cpu  # noqa: F401  registers the backend
+import vllm_kvpolicy.worker.backends.cpu  # noqa: F401  registers the backends
+import vllm_kvpolicy.worker.backends.cpu_mla  # noqa: F401
 from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin
 
 

@@ -8,6 +8,7 @@ import torch
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.paged import PagedTokens
+from vllm_kvpolicy.worker.latents import write_latents
 
 SAMPLES = 32, 67  # first and number of bytes that every dtype and scale can show
 NUDGE = 1.01  # so that a number is stored as the same byte however it is rounded
@@ -96,6 +97,9 @@ class PagePool:
     may own it. Otherwise ids are b * H + h and valid within their layer, so that pages
     can change heads but not layers.
 
+    Where the heads of a layer share latent vectors (MLA), H is 1, a page holds one
+    vector for each token, and what attention adds up is the first part of it.
+
     Example: B = 10 blocks, H = 2 heads. In one allocation, head 1 of block 3 in layer 2
     is page (2 * 10 + 3) * 2 + 1 = 47; in allocations per layer it is page 7 of layer 2.
 
@@ -106,9 +110,12 @@ class PagePool:
             values, and keys are stored [D, N].
         float8: what the bytes of an FP8 cache stand for; None where numbers are of the
             model's dtype.
+        value_dim: channels of a latent vector that are its value; None for keys and
+            values apart.
 
     Attributes:
-        keys, values: one [P, N, D] view per layer, of the numbers as they are stored.
+        keys, values: one [P, N, D] view per layer, of the numbers as they are stored;
+            values of latent vectors have fewer channels.
         spans_layers: whether pages may change layers.
         num_groups: 1 if they may, else the number of layers.
         null_pages: [1, L, H, 1] int64, ids of each head's stock page of superblock 0.
@@ -119,6 +126,7 @@ class PagePool:
         kv_caches: Sequence[torch.Tensor],
         keys_are_columns: bool,
         float8: Float8 | None = None,
+        value_dim: int | None = None,
     ) -> None:
         first = kv_caches[0]
         self._caches, self.float8 = kv_caches, float8
@@ -126,7 +134,9 @@ class PagePool:
         stored = first.dtype if float8 is None else float8.stored
         self.num_layers = len(kv_caches)
         self.num_blocks, self.num_heads, self.block_size, width = first.shape
-        self.head_dim = width // 2
+        self.is_latent = value_dim is not None
+        self._row = width // 2
+        self.head_dim = width if self.is_latent else self._row
         shared = _one_allocation(kv_caches)
         self.spans_layers = shared is not None
         self.num_groups = 1 if self.spans_layers else self.num_layers
@@ -139,7 +149,10 @@ class PagePool:
         base = torch.arange(self.num_layers, device=first.device) * stride
         head = torch.arange(self.num_heads, device=first.device)
         self.null_pages = (base[:, None] + head)[None, ..., None]
-        views = [_keys_and_values(pool, keys_are_columns) for pool in self._pools]
+        if value_dim is None:
+            views = [_keys_and_values(pool, keys_are_columns) for pool in self._pools]
+        else:
+            views = [(pool, pool[..., :value_dim]) for pool in self._pools]
         self.keys = [keys.view(stored) for keys, _ in views]
         self.values = [values.view(stored) for _, values in views]
         self._keys_are_columns = keys_are_columns
@@ -198,16 +211,16 @@ class PagePool:
         """Return [B * 2N, H * D]: a layer's memory in rows of one vector per KV head.
 
         Superblock b is rows b * 2N and after. For values other than keys and values.
-        Of an FP8 cache a row has H * D bytes.
+        Of an FP8 cache a row has H * D bytes; of latent vectors it is half of one.
         """
-        return self._caches[layer].view(-1, self.num_heads * self.head_dim)
+        return self._caches[layer].view(-1, self.num_heads * self._row)
 
     def read_vectors(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [L, M, H * D] of rows [M] int64 of `vectors_of`, in every layer."""
         if not self.spans_layers:
             caches = map(self.vectors_of, range(self.num_layers))
             return torch.stack([cache.index_select(0, rows) for cache in caches])
-        shape = (self.num_layers, -1, self.num_heads * self.head_dim)
+        shape = (self.num_layers, -1, self.num_heads * self._row)
         return self._pools[0].view(shape).index_select(1, rows)
 
     def clear(self, blocks: torch.Tensor) -> None:
@@ -268,12 +281,16 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
         expected, sample = pool.float8.samples(number.view(shape), index)
     last = pool.num_blocks * pool.block_size - 1
     slot = torch.tensor([last], device=number.device, dtype=torch.int64)
-    layer.impl.do_kv_cache_update(layer, sample[0], sample[1], layer.kv_cache, slot)
+    if pool.is_latent:
+        write_latents(layer, sample[0], slot)
+    else:
+        layer.impl.do_kv_cache_update(layer, *sample, layer.kv_cache, slot)
     block = torch.tensor([[pool.num_blocks - 1]], device=number.device)
     pages = pool.own_pages(block)[0, index, :, 0]
+    views = (pool.keys,) if pool.is_latent else (pool.keys, pool.values)
     wrote_here = all(
         torch.equal(view[index][pages, -1].view(layer.kv_cache.dtype), part[0])
-        for view, part in zip((pool.keys, pool.values), expected, strict=True)
+        for view, part in zip(views, expected, strict=False)
     )
     layer.kv_cache[-1].zero_()
     if not wrote_here:

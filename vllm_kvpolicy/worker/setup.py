@@ -31,6 +31,7 @@ from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
 from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
+from vllm_kvpolicy.worker.latents import in_latent_space, is_latent, watch
 from vllm_kvpolicy.worker.layers import check_known, logits_reader, model_rope
 from vllm_kvpolicy.worker.observers.live import LiveEvents
 from vllm_kvpolicy.worker.observers.trace import Tracer
@@ -271,7 +272,11 @@ class WorkerSetup:
             keys_are_columns: see `worker.pages.PagePool`.
         """
         caches = [layer.kv_cache for layer in self.layers]
-        pool = PagePool(caches, keys_are_columns, Float8.of_layers(self.layers))
+        float8, value_dim = Float8.of_layers(self.layers), None
+        if is_latent(self.layers[0]):
+            caches = [cache.unsqueeze(1) for cache in caches]
+            value_dim = self.layers[0].kv_lora_rank
+        pool = PagePool(caches, keys_are_columns, float8, value_dim)
         if pool.block_size != self.requests.block_size:
             raise RuntimeError(
                 f"KV caches: got pages of {pool.block_size} tokens, expected "
@@ -309,6 +314,8 @@ class WorkerSetup:
         for index, layer in enumerate(self.layers):
             layer.kv_policy_runtime = runtime
             layer.kv_policy_index = index
+            if pool.is_latent:
+                watch(layer, runtime.observe)
         return runtime
 
     def _most_tokens(self, pool: PagePool) -> dict[str, int]:
@@ -462,7 +469,10 @@ def _captures(
     if needs.window_tokens:
         tokens, is_captured = model.step_tokens, compat.captures_attention(vllm_config)
         rows = query_rows(vllm_config)
-        captures.append(QueryWindows(rows, tokens, model.device, is_captured))
+        windows = QueryWindows(rows, tokens, model.device, is_captured)
+        if is_latent(model.layers[0]):
+            windows.turn = partial(in_latent_space, model.layers)
+        captures.append(windows)
     if needs.signals:
         with refused_for(policies, TokenSignals.serves):
             signals = TokenSignals(needs.signals, model)

@@ -17,7 +17,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.observe.trace_files import RANK, run_name
 from vllm_kvpolicy.policies.fingerprint import fingerprint
 from vllm_kvpolicy.policies.ranks import ONE_RANK, HeadShard, Ranks
-from vllm_kvpolicy.sizes import own_shape
+from vllm_kvpolicy.sizes import own_shape, total_kv_heads
 
 logger = init_logger("vllm.kv_policy")
 MEETING_SECONDS = 60  # that a rank waits for those of other hosts at a start
@@ -67,7 +67,7 @@ def head_shard(vllm_config: Any, layer: Any) -> HeadShard:
     size = vllm_config.parallel_config.tensor_parallel_size
     shard = HeadShard(
         num_heads=shape.total_num_attention_heads,
-        num_kv_heads=shape.total_num_kv_heads,
+        num_kv_heads=total_kv_heads(vllm_config),
         rank=get_tp_group().rank_in_group if size > 1 else 0,
         size=size,
     )

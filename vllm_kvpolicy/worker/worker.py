@@ -10,16 +10,17 @@ from typing import Any
 from torch import nn
 from vllm.config import get_layers_from_vllm_config
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.block_manager.manager import KVPolicySpec
+from vllm_kvpolicy.block_manager.manager import KVPolicyLatentSpec, KVPolicySpec
 from vllm_kvpolicy.config_values import own_config
 from vllm_kvpolicy.protocol import NO_COMMANDS, StepCommands, UsedBlocks
 from vllm_kvpolicy.sizes import (
@@ -28,12 +29,14 @@ from vllm_kvpolicy.sizes import (
     other_groups,
     own_block_size,
 )
+from vllm_kvpolicy.worker.latents import is_latent
 from vllm_kvpolicy.worker.layers import has_sinks
 from vllm_kvpolicy.worker.setup import prepare, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 
 logger = init_logger("vllm.kv_policy")
 OTHERS = (SlidingWindowSpec, MambaSpec)  # specs that stay vLLM's
+BOUNDED = {FullAttentionSpec: KVPolicySpec, MLAAttentionSpec: KVPolicyLatentSpec}
 
 
 class KVPolicyWorkerMixin:
@@ -49,7 +52,9 @@ class KVPolicyWorkerMixin:
         stated = self.cache_config.cache_dtype  # which checkpoints may change
         super().load_model(*args, **kwargs)
         model = model_with_drafter(self.model_runner)
-        layers = get_layers_from_vllm_config(self.vllm_config, Attention)
+        layers: dict[str, Any] = {}
+        for kind in (Attention, MLAAttention):
+            layers |= get_layers_from_vllm_config(self.vllm_config, kind)
         layers = {name: each for name, each in layers.items() if not is_sliding(each)}
         reasons = layer_refusals(layers, stated)
         readers = {name for name, layer in layers.items() if source_of(layer)}
@@ -253,7 +258,8 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
             lambda layer: layer.kv_cache_dtype != cache_dtype
         ),
         "a KV cache of a dtype other than the model's and FP8": lambda layer: (
-            layer.kv_cache_dtype not in compat.FLOAT8_CACHES
+            not is_latent(layer)
+            and layer.kv_cache_dtype not in compat.FLOAT8_CACHES
             and layer.kv_cache_torch_dtype != layer.dtype
         ),
         "an FP8 scale for each KV head, where scorers know one per layer": (
@@ -310,7 +316,7 @@ def check_groups(
             configuration names.
     """
     kinds = {type(spec) for spec in specs.values()}
-    odd = sorted(kind.__name__ for kind in kinds - {FullAttentionSpec, *OTHERS})
+    odd = sorted(kind.__name__ for kind in kinds - {*BOUNDED, *OTHERS})
     if odd:
         raise ValueError(
             "--kv-policy needs layers of full attention, with a sliding window or with "
@@ -344,7 +350,7 @@ def _bounded(spec: Any) -> Any:
     if type(spec) in OTHERS:
         return spec
     known = {field.name: getattr(spec, field.name) for field in fields(spec)}
-    return KVPolicySpec(**known)
+    return BOUNDED[type(spec)](**known)
 
 
 # -- what compiled code depends on ---------------------------------------------

@@ -18,6 +18,7 @@ class UniformTopK(BaseAllocator):
 
     summary = "the best tokens of each head"
     source = "kvpress 0.4.0, ScorerPress"
+    reads_heads = False
 
     def choose(
         self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None, budget: int

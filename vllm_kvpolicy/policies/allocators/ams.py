@@ -341,6 +341,7 @@ class AMSAllocator(BaseAllocator):
 
     summary = "segments of equal attention mass, each with its own quota"
     source = "AMS, arXiv 2605.23200"
+    reads_heads = False
     query_window = "window"
     presets = PRESETS
     refuses = {"streaming": RECENCY}

@@ -28,6 +28,7 @@ class ChunkAllocator(BaseAllocator):
 
     summary = "the best chunks of adjacent tokens, the same in all heads of a layer"
     source = "ChunkKV, arXiv 2502.00299"
+    reads_heads = False
     refuses = {"streaming": RECENCY}
 
     class Options(BaseOptions):

@@ -22,6 +22,7 @@ class StratifiedAllocator(BaseAllocator):
 
     summary = "blocks of equal length with equal quotas; a control"
     source = "control, this project"
+    reads_heads = False
     refuses = {"streaming": RECENCY}
 
     class Options(BaseOptions):

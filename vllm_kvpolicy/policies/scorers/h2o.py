@@ -26,6 +26,7 @@ class H2OScorer(BaseScorer):
 
     summary = "attention received so far, summed over the query windows"
     source = "H2O, arXiv 2306.14048"
+    reads_heads = False
     query_window = "window"
     needs = Needs(usage=True, keys=True, memory=(RECEIVED,))
     Options = WindowOptions

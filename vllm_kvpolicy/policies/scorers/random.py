@@ -22,6 +22,7 @@ class RandomScorer(BaseScorer):
 
     summary = "random scores; a control"
     source = "control, this project"
+    reads_heads = False
 
     class Options(BaseOptions):
         seed: int = Field(

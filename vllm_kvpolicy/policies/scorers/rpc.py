@@ -36,6 +36,7 @@ class RPCScorer(BaseScorer):
         "heads"
     )
     source = "Reasoning Path Compression, arXiv 2505.13866"
+    reads_heads = False
     query_window = "rpc_window"
     weighs_itself = True
     pins_prompt = True

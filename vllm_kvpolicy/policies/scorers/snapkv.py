@@ -25,6 +25,7 @@ class SnapKVScorer(BaseScorer):
 
     summary = "pooled attention of the newest queries"
     source = "SnapKV, arXiv 2404.14469"
+    reads_heads = False
     query_window = "window"
     needs = Needs(usage=True, keys=True)
     Options = PoolOptions

@@ -33,6 +33,7 @@ class SnapMaxScorer(BaseScorer):
 
     summary = "largest attention of the newest queries to tokens that may be dropped"
     source = "WG-KV, arXiv 2512.17452, appendix K.1"
+    reads_heads = False
     query_window = "snapmax_window"
     weighs_itself = True
     needs = Needs(keys=True)

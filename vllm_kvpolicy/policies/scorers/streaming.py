@@ -19,6 +19,7 @@ class StreamingScorer(BaseScorer):
 
     summary = "sinks and the newest tokens"
     source = "StreamingLLM, arXiv 2309.17453"
+    reads_heads = False
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         """Score [E, L, H, T] float32: the token's index (exact below 2^24)."""

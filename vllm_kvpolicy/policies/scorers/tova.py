@@ -28,6 +28,7 @@ class TovaScorer(BaseScorer):
 
     summary = "attention of the newest query, averaged over all heads"
     source = "TOVA, arXiv 2401.06104"
+    reads_heads = False
     query_window = 1
 
     needs = Needs(usage=True, keys=True)

@@ -17,33 +17,19 @@ from vllm_kvpolicy.worker.backends.mixins import (
     HeadMajorBackendMixin,
     KVPolicyImplMixin,
     KVPolicyMetadataBuilderMixin,
+    WholeRowsMixin,
 )
 
 MAX_PAGE_TOKENS = 64  # of all its kernels; vLLM cuts larger blocks for them
 
 
-class WholeRowsBuilder(FlashInferMetadataBuilder):
-    """Stock metadata over tables whose rows are contiguous.
+class KVPolicyFlashInferMetadataBuilder(
+    KVPolicyMetadataBuilderMixin, WholeRowsMixin, FlashInferMetadataBuilder
+):
+    """Stock FlashInfer metadata over physical tables.
 
-    Some decode kernels (XQA, TensorRT-LLM) accept no others. Physical tables are the
-    first columns of a wider buffer; all of its columns together are contiguous.
+    Some decode kernels (XQA, TensorRT-LLM) accept no rows with gaps between them.
     """
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: Any,
-        fast_build: bool = False,
-    ) -> Any:
-        tables = common_attn_metadata.block_table_tensor
-        columns = tables.stride(0)
-        whole = tables.as_strided((len(tables), columns), (columns, 1))
-        common = common_attn_metadata.replace(block_table_tensor=whole)
-        return super().build(common_prefix_len, common, fast_build)
-
-
-class KVPolicyFlashInferMetadataBuilder(KVPolicyMetadataBuilderMixin, WholeRowsBuilder):
-    """Stock FlashInfer metadata over physical tables."""
 
 
 class KVPolicyFlashInferImpl(KVPolicyImplMixin, FlashInferImpl):

@@ -123,6 +123,26 @@ class KVPolicyMetadataBuilderMixin:
         )
 
 
+class WholeRowsMixin:
+    """Gives a stock builder tables whose rows are contiguous.
+
+    Physical tables are the first columns of a wider buffer; all of its columns together
+    are contiguous.
+    """
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: Any,
+        fast_build: bool = False,
+    ) -> Any:
+        tables = common_attn_metadata.block_table_tensor
+        columns = tables.stride(0)
+        whole = tables.as_strided((len(tables), columns), (columns, 1))
+        common = common_attn_metadata.replace(block_table_tensor=whole)
+        return super().build(common_prefix_len, common, fast_build)
+
+
 class KVPolicyBackendMixin:
     """Names the two classes of a backend."""
 
@@ -153,6 +173,20 @@ class HeadMajorBackendMixin(KVPolicyBackendMixin):
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
         """Return the only layout in which a head's page is contiguous."""
+        return (KVCacheLayout.LBHNC,)
+
+
+class LatentBackendMixin(KVPolicyBackendMixin):
+    """A backend whose pages have one vector per token, for all heads (MLA).
+
+    It keeps vLLM's implementation: `worker.latents` watches the layers.
+    """
+
+    keys_are_columns = False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the layout in which each layer's blocks are one after the other."""
         return (KVCacheLayout.LBHNC,)
 
 

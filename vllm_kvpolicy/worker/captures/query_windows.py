@@ -9,11 +9,12 @@ query may be NaN or infinity as numbers of an FP8 cache, so there a superblock i
 zeros before anybody else gets it: when its event has read it, or its request is gone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from vllm_kvpolicy.kernels.save_rows import save_rows
 from vllm_kvpolicy.policies.base import Needs
@@ -53,6 +54,9 @@ class QueryWindows(Capture):
         return needs.window_tokens > 0
 
     pool: PagePool
+    # What saved queries [L, M, ...] become when they are read, [L, M, Hq, D]; None for
+    # what they are.
+    turn: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -105,7 +109,11 @@ class QueryWindows(Capture):
         if self._is_planned or (self._is_captured and self._is_capturing()):
             assert len(query) <= len(self.targets), "more tokens than planned"
             rows = self.pool.vectors_of(layer)
-            save_rows(rows, query.view(len(query), -1).view(rows.dtype), self.targets)
+            query = query.reshape(len(query), -1).view(rows.dtype)
+            unused = self.targets.shape[1] * rows.shape[1] - query.shape[1]
+            save_rows(
+                rows, F.pad(query, (0, unused)) if unused else query, self.targets
+            )
 
     def _is_capturing(self) -> bool:
         """Return whether this pass becomes a graph; on a CPU, as if it did."""
@@ -147,6 +155,8 @@ class QueryWindows(Capture):
         """
         saved = self.pool.read_vectors(rows.flatten()).flatten(1).view(self.pool.dtype)
         shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)
+        if self.turn is not None:
+            saved = self.turn(saved.view(len(saved), len(rows) * window_tokens, -1))
         return saved.view(shape).permute(1, 0, 3, 2, 4)
 
     def _rows(self, blocks: np.ndarray, part: np.ndarray) -> np.ndarray:
