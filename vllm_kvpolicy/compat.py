@@ -100,13 +100,18 @@ UNROTATED = ("jamba", "nemotron_h")
 WIDER_WINDOWS = ("cohere2", "cohere2_moe")
 # Names of vLLM's backends for which there is a subclass of ours.
 ATTENTION_BACKENDS = ("CPU_ATTN", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER")
-# And of those over latent vectors (MLA).
-LATENT_BACKENDS = ("CPU_MLA",)
 # Of GPUs, with what takes their place. A machine may lack the library of one of them.
 GPU_BACKENDS = {
     "FLASH_ATTN": "vllm_kvpolicy.worker.backends.flash.KVPolicyFlashBackend",
     "TRITON_ATTN": "vllm_kvpolicy.worker.backends.triton.KVPolicyTritonBackend",
     "FLASHINFER": "vllm_kvpolicy.worker.backends.flashinfer.KVPolicyFlashInferBackend",
+}
+# Types of models with latent vectors that vLLM expands and caches as keys and values.
+EXPANDED = ("minicpm3",)
+# Of latent vectors (MLA), with what takes their place.
+LATENT_BACKENDS = {
+    "CPU_MLA": "vllm_kvpolicy.worker.backends.latent.KVPolicyCPUMLABackend",
+    "TRITON_MLA": "vllm_kvpolicy.worker.backends.latent.KVPolicyTritonMLABackend",
 }
 # Tokens per superblock: the default, and what a block size must be a multiple of. The
 # CPU kernel packs keys by 32; the Triton kernel wants 16.
@@ -238,13 +243,26 @@ def align_states(vllm_config: Any) -> None:
         setattr(vllm_config.cache_config, name, value)
 
 
+def caches_latents(model: Mapping[str, Any]) -> bool:
+    """Return whether vLLM will cache latent vectors (MLA) of a model.
+
+    Args:
+        model: its config.json.
+    """
+    text = model.get("text_config") or model
+    is_expanded = text.get("model_type") in EXPANDED or environment_flag(
+        "VLLM_MLA_DISABLE"
+    )
+    return bool(text.get("kv_lora_rank")) and not is_expanded
+
+
 def served_backends(vllm_config: Any) -> set[str]:
     """Return the names of vLLM's attention backends that a policy serves a model by."""
     is_latent = vllm_config.model_config.use_mla
     return set(LATENT_BACKENDS if is_latent else ATTENTION_BACKENDS)
 
 
-def serve_latents(vllm_config: Any, is_chunked: bool) -> None:
+def serve_latents(vllm_config: Any, engine_args: Any) -> None:
     """Have a CPU serve latent vectors (MLA) by vLLM's attention for any CPU, in chunks.
 
     vLLM takes another one where there is AMX, and with this one it cuts no prompts,
@@ -253,16 +271,18 @@ def serve_latents(vllm_config: Any, is_chunked: bool) -> None:
     wrong positions.
 
     Args:
-        is_chunked: the user has not said otherwise.
+        engine_args: EngineArgs, of which vLLM has made `vllm_config`; that is changed.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if platform_name() != "cpu" or not vllm_config.model_config.use_mla:
+    model = vllm_config.model_config
+    if model is None or not model.use_mla or platform_name() != "cpu":
         return
     attention, cache = vllm_config.attention_config, vllm_config.cache_config
     attention.backend = attention.backend or AttentionBackendEnum.CPU_MLA
     if attention.backend == AttentionBackendEnum.CPU_MLA:
         cache.block_size, cache.enable_prefix_caching = LATENT_TOKENS, False
+        is_chunked = engine_args.enable_chunked_prefill is not False
         vllm_config.scheduler_config.enable_chunked_prefill = is_chunked
         operations = vllm_config.compilation_config.custom_ops
         if not {f"{sign}rotary_embedding" for sign in "+-"} & {*operations}:
@@ -293,6 +313,8 @@ def cuda_attention_backend(
         dtype in ("float", "float32"),
         major == 8 and model.get("model_type") in LEARNED_SINKS,
     )
+    if caches_latents(model):
+        return "TRITON_MLA"
     if any(without_flash):
         return "TRITON_ATTN"
     try:

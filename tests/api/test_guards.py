@@ -41,7 +41,7 @@ UNNAMED_STATES = named("a state beside sliding windows")
 STATES_ALONE = named("or without full attention")
 UNROTATED = named("without rotary positions")
 MEASURED_DRAFTS = named("speculative decoding with what measures")
-MEASURED_STATES = named("beside layers with a state")
+MEASURED_STATES = named("each token .*beside layers with a state")
 NGRAM = SimpleNamespace(method="ngram")
 OTHER_FITTED = named("sliding window or a state, with a policy")
 DRAFTED_STATES = named("speculative decoding with layers")
@@ -99,6 +99,10 @@ def drafter(method="eagle3", head_size=32, max_model_len=4096, **fields):
     return {"speculative_config": SimpleNamespace(**values)}
 
 
+LATENT = model(use_mla=True)
+LATENT_HEADS = named("multi-head latent attention .MLA. with what reads")
+SPARSE_LATENTS = named("multi-head latent attention with sparse")
+LATENT_BESIDE = named("multi-head latent attention with FP8")
 MIXED = layers(SLIDING, FULL)
 CHUNKED = ["chunked_attention", FULL]
 STATES = {LAYER_TYPES: ["linear_attention", FULL]}
@@ -188,7 +192,10 @@ TRIGGERS = {
         model_type="granite_swa", layer_types=[FULL]
     ),
     "attention-free models": model(is_attention_free=True),
-    "multi-head latent attention (MLA)": model(use_mla=True),
+    LATENT_HEADS: LATENT | policy("tova", allow=["ams-expected"]),
+    SPARSE_LATENTS: LATENT | text(index_topk=2048),
+    "multi-head latent attention beside layers with a state": LATENT | HYBRID,
+    LATENT_BESIDE: LATENT | FP8,
     "hierarchical sparse attention (HiSparse)": attention(hisparse_config=SET),
     "non-causal attention": attention(use_non_causal=True),
     named("KV sharing between layers"): text(num_kv_shared_layers=2)
@@ -261,6 +268,12 @@ MORE_TRIGGERS = [
             parallel(tensor_parallel_size=2),
         )
     ),
+    (LATENT_HEADS, LATENT | RAGGED),
+    (LATENT_HEADS, LATENT | policy("identity", policy_config={"ragged": True})),
+    (SPARSE_LATENTS, LATENT | text(compress_ratios=[1, 4])),
+    (LATENT_BESIDE, LATENT | {"lora_config": SET}),
+    (LATENT_BESIDE, LATENT | drafter()),
+    ("other attention backends", LATENT | attention(backend=TRITON)),
     (SINK_WEIGHING, GPT_OSS | policy("expected")),
     (SINK_WEIGHING, GPT_OSS | policy("ams-snapmax")),
     (SINK_WEIGHING, GPT_OSS | policy("rpc")),

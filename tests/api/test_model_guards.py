@@ -107,7 +107,11 @@ def test_fields_come_in_several_forms(policy_config, fields, row):
     assert bool(found) == bool(row)
 
 
-MLA = "multi-head latent attention (MLA)"
+LATENT = "multi-head latent attention "
+SPARSE, BESIDE_STATES = (
+    next(row.name for row in REFUSALS if row.name.startswith(LATENT + words))
+    for words in ("with sparse attention", "beside layers with a state")
+)
 # Class of attention layers that models share -> row that refuses it, None for none.
 SHARED = {
     "Attention": None,
@@ -116,7 +120,7 @@ SHARED = {
     "ChunkedLocalAttention": (
         "layers other than full attention, sliding windows and states"
     ),
-    "MLAAttention": MLA,
+    "MLAAttention": None,
     "RSWAAttention": "residual sliding-window attention (R-SWA)",
     **dict.fromkeys(("PrefillPrefixLMAttention", "StaticSinkAttention"), OWN),
     # Of layers with a state.
@@ -128,9 +132,9 @@ MODELS_OWN = {
     "extract_hidden_states.py": OTHER_DRAFTS,
     "whisper_causal.py": "images, audio and video",
     **dict.fromkeys(("inkling", "minimax_m3", "qwen4_exp"), OWN),
-    **dict.fromkeys(("deepseek_v2.py", "deepseek_v32", "deepseek_v4"), MLA),
-    **dict.fromkeys(("deepseek_v41", "dots3_note"), MLA),
-    **dict.fromkeys(("bailing_moe_v3.py", "kimi_k3"), MLA),
+    **dict.fromkeys(("deepseek_v2.py", "deepseek_v32", "deepseek_v4"), SPARSE),
+    **dict.fromkeys(("deepseek_v41", "dots3_note"), SPARSE),
+    **dict.fromkeys(("bailing_moe_v3.py", "kimi_k3"), BESIDE_STATES),
 }
 LAYER_CLASS = re.compile(
     r"^class (\w+)\([^)]*\b(?:Attention|AttentionLayerBase|MambaBase|MLAAttention)\b",

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends import cpu_attn
 from support import sweeps
 from support.cpu import needs_float8
 from support.engine.helpers import POLICIES, Job, Run, make_jobs, serve
-from support.made_hybrids import FAMILIES, SETTINGS
+from support.made_hybrids import FAMILIES, LATENTS, SETTINGS
 from vllm_kvpolicy.config_keys import PRESSURE
 
 # With ragged tables pages change heads and layers, too.
@@ -93,10 +93,12 @@ OF_FAMILIES = {
     name: Case(by_windows, CHUNKS | SETTINGS[name], 15, name, values=LARGE)
     for name in FAMILIES
 }
+# Superblocks of latent vectors have 16 tokens on a CPU.
+FEW = {"num_blocks": 72, "max_model_len": 640, **SETTINGS["deepseek_v3"]}
 # vLLM has its gated delta net in bfloat16 alone, where stock beside itself, in chunks
 # of other lengths, has other tokens, too.
 ROUNDED = ("qwen3_next",)
-EXACT = [name for name in FAMILIES if name not in ROUNDED]
+EXACT = [name for name in FAMILIES if name not in (*ROUNDED, *LATENTS)]
 OF_BYTES = {
     kind: Case(in_bytes, {**STRAIN, "kv_cache_dtype": kind}, 8, preempts=True)
     for kind in ("fp8", "fp8_e5m2")
@@ -108,6 +110,8 @@ MORE = {
 ROOMY = {**STRAIN, "kv_cache_dtype": "fp8", "num_blocks": 60, "foresees": True}
 CASES = {**OF_TINY, **OF_GEMMA, **OF_STATES, **OF_FAMILIES, **OF_BYTES, **MORE}
 CASES |= {"fp8 of lfm2": Case(in_bytes, FP8, 8, "lfm2")}
+ABORTED = "deepseek_v3, aborts"
+CASES[ABORTED] = Case(jobs_with_aborts, FEW, 15, "deepseek_v3", None, values=LARGE)
 OF_BOTH = {
     f"fp8 of {name}": Case(in_bytes, {**CHUNKS, "kv_cache_dtype": "fp8"}, 6, name)
     for name in ("gemma3", "gemma4_31b")
@@ -126,11 +130,12 @@ RUNS = sweeps.paired(MOVERS, OF_TINY)
 OTHERS = [*sweeps.paired(MOVERS, OF_GEMMA), *(("identity", each) for each in MORE)]
 OTHERS += [*sweeps.paired(MOVERS, OF_STATES), *sweeps.paired(MOVERS, EXACT)]
 OTHERS += [marked("identity ragged", "fp8 of lfm2")]
+OTHERS += [("identity", "deepseek_v3"), ("holes", "glm4_lite"), ("holes", ABORTED)]
 OTHERS += [marked(*each) for each in sweeps.paired(MOVERS, OF_BOTH)]
 OTHERS += [marked(*each) for each in sweeps.paired(("identity", MOVERS[3]), OF_BYTES)]
 Runs = Callable[..., Run]
 # Layers and KV heads, where not two of both.
-HEADS = {"falcon_h1": (3, 2), "gemma4_e2b": (2, 1)}
+HEADS = {"falcon_h1": (3, 2), "gemma4_e2b": (2, 1), **dict.fromkeys(LATENTS, (3, 1))}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -204,7 +209,10 @@ STOCK += [
     ("adakv-snapkv", NEVER_BINDS, "lfm2"),
     ("ams-tova", NEVER_CALLED, "lfm2"),
     *(("tova", {**LARGE, **NEVER_BINDS}, name) for name in FAMILIES),
-    *(("adakv-snapkv", {**NEVER_CALLED, **LARGE}, name) for name in FAMILIES),
+    *(
+        ("snapkv" if name in LATENTS else "adakv-snapkv", NEVER_CALLED | LARGE, name)
+        for name in FAMILIES
+    ),
     marked("ams-tova", NEVER_BINDS, "fp8"),
     marked("adakv-snapkv", NEVER_CALLED, "fp8, roomy"),
 ]

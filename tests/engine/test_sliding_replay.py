@@ -45,11 +45,11 @@ POOLS = {
 MAMBA = {"budget": 140, "interval": 40, "prefill_interval": 384}
 SIZES = {"gemma4_31b": 64, "granite4": 96, "nemotron_h": 64, "falcon_h1": 64}
 LATENT = {"budget": 112, "interval": 48, "prefill_interval": 160, "recent": 32}
-WINDOWS = ["ams-snapkv", "rpc", "chunk-snapkv"]
+WINDOWS = ["ams-snapkv", "chunk-snapkv"]
 POLICIES["deepseek_v3"] = [*COMMON, "strat-tova", *WINDOWS]
 POLICIES["glm4_lite"] = [*COMMON[:4], "random"]
 POOLS |= {("deepseek_v3", ALWAYS): 84, ("deepseek_v3", PRESSURE): 84}
-POOLS |= {("glm4_lite", ALWAYS): 84}
+POOLS |= {("glm4_lite", ALWAYS): 48}
 for name in ("granite4", "nemotron_h", "falcon_h1"):
     POLICIES[name], POOLS[name, ALWAYS] = COMMON, 200
 CASES = [(*pool, policy) for pool in POOLS for policy in POLICIES[pool[0]]]

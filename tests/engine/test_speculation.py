@@ -22,6 +22,7 @@ from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.engine.reference_decoder import ReferenceDecoder
 from support.engine.tensor_parallel import Heads, options_with_files
+from support.made_hybrids import SETTINGS
 from support.repetition import (
     METHODS,
     SPECULATION,
@@ -255,16 +256,17 @@ def test_prompts_from_the_prefix_cache(
     assert all(hits[f"c{number}"] >= 2 * BLOCK for number in range(3))
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "gemma4_31b", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["gemma3", "gemma4_31b", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("policy", ["ams-tova", "snapkv"])
 def test_beside_windows(folders, tmp_path: Path, kind: str, policy: str) -> None:
-    """And learned sinks; with room, and where requests wait for it."""
+    """And learned sinks, or latents; with room, and where requests wait for it."""
     values = {"policy": policy, **VALUES, "budget": 160, "prefill_interval": 384}
     jobs, drafting = jobs_of((40, 150, 300, 600)), {"speculative_config": SPECULATION}
     sizes = {"max_num_batched_tokens": 96, "max_model_len": 832}
     sizes["enable_prefix_caching"] = True
+    sizes |= SETTINGS.get(kind, {})
     plain, _ = run(folders(kind), values, jobs, trace=tmp_path / "plain", **sizes)
-    tight = {**drafting, **sizes, "num_blocks": 96 if kind == "gemma3" else 60}
+    tight = {**drafting, **sizes, "num_blocks": POOLS.get(kind, 60)}
     for number, changes in enumerate(({**drafting, **sizes}, tight)):
         trace = tmp_path / str(number)
         found, drafts = run(folders(kind), values, jobs, trace=trace, **changes)
@@ -276,6 +278,7 @@ def test_beside_windows(folders, tmp_path: Path, kind: str, policy: str) -> None
     assert found.counters["events"] > 8
 
 
+POOLS = {"gemma3": 96, "deepseek_v3": 104}
 ADMISSIONS = ("wgkv", "wgkv+snapkv", "kvzap", "duo")
 DECIDING = [
     (ADMISSIONS, False, SPECULATION),

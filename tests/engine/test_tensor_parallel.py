@@ -31,11 +31,11 @@ from support.engine.tensor_parallel import (
     watch_events,
     write_model,
 )
-from support.made_hybrids import SETTINGS
+from support.made_hybrids import LATENTS, SETTINGS
 from support.made_sliding import NUM_FULL, PATTERN
 from support.repetition import repetitive
 from support.sweeps import covering, evictions, some
-from vllm_kvpolicy.commands.trials import make_gemma3
+from vllm_kvpolicy.commands.trials import LATENT, make_gemma3
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.policies.names import parse
 
@@ -236,6 +236,7 @@ def test_ranks_never_part(tmp_path: Path) -> None:
 
 
 WINDOWED = ("ams-tova", "snapkv", "ams-expected", "h2o", "keydiff")
+SHARING = ("ams-tova", "snapkv", "tova", "h2o", "streaming")  # of latent vectors
 BASE = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
 NUM_LAYERS = 6  # of the made LFM2
 
@@ -245,7 +246,7 @@ def caches_of(worker: Any) -> tuple[int, set[torch.dtype]]:
     caches = list[torch.Tensor]()
     for each in worker.model_runner.kv_caches:  # of a state, a list of its parts
         caches += [each] if isinstance(each, torch.Tensor) else each
-    assert len(caches) in (len(PATTERN), NUM_LAYERS)
+    assert len(caches) in (len(PATTERN), NUM_LAYERS, LATENT["num_hidden_layers"])
     stores = [cache.untyped_storage() for cache in caches]
     sizes = {store.data_ptr(): store.nbytes() for store in stores}
     return sum(sizes.values()), {cache.dtype for cache in caches}
@@ -254,10 +255,15 @@ def caches_of(worker: Any) -> tuple[int, set[torch.dtype]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "heads", "is_caching"),
-    [("gemma3", 1, False), ("gemma3", 2, True), ("lfm2", 2, True)],
+    [
+        ("gemma3", 1, False),
+        ("gemma3", 2, True),
+        ("lfm2", 2, True),
+        ("deepseek_v3", 1, False),
+    ],
 )
 def test_beside_windows_and_states_two_ranks_are_as_one(
-    request: pytest.FixtureRequest,
+    folders: Callable[[str], Path],
     tmp_path: Path,
     kind: str,
     heads: int,
@@ -265,19 +271,20 @@ def test_beside_windows_and_states_two_ranks_are_as_one(
 ) -> None:
     """Tokens that move give stock's, in caches of the same kind; others are kept alike.
 
-    Of a model with one KV head two ranks have copies of it.
+    Of a model with one KV head two ranks have copies of it, and of latent vectors.
     """
     if kind == "gemma3":
         model = make_gemma3(tmp_path / kind, num_kv_heads=heads)
     else:
-        model = request.getfixturevalue(kind)
-    jobs = one_job_each(WINDOWED, (40, 300, 150, 220, 90), 150, 0, repetitive)
+        model = folders(kind)
+    names = SHARING if kind in LATENTS else WINDOWED
+    jobs = one_job_each(names, (40, 300, 150, 220, 90), 150, 0, repetitive)
     free = [replace(job, extra_args=None) for job in jobs]
     both = {"tensor_parallel_size": 2, "enable_prefix_caching": is_caching}
     sizes = {"max_num_batched_tokens": 96, "max_model_len": 640, "num_blocks": 52}
     sizes |= SETTINGS.get(kind, {})
-    offer = {**BASE, "policy": WINDOWED[0], "allow": list(WINDOWED[1:])}
-    offer["policy_config"] = {"expected_window": 36}
+    offer = {**BASE, "policy": names[0], "allow": list(names[1:])}
+    offer["policy_config"] = {} if kind in LATENTS else {"expected_window": 36}
     mover = {**BASE, "policy": "identity"}
     runs, caches = [], []
     for values, asked, more in (
@@ -287,7 +294,8 @@ def test_beside_windows_and_states_two_ranks_are_as_one(
         (None, free, both),
     ):
         trace = tmp_path / str(len(runs)) if values else None
-        with Engine(model, values, trace, foresees=False, **sizes, **more) as engine:
+        changes = {**sizes, **more}
+        with Engine(model, values, trace, foresees=False, **changes) as engine:
             ask = engine.core.model_executor.collective_rpc
             if values:
                 ask(watch_events)
@@ -297,6 +305,6 @@ def test_beside_windows_and_states_two_ranks_are_as_one(
                 check_ranks(engine)
     one, two, moved, stock = runs
     found = compare(one, two)
-    assert found.events > len(WINDOWED) and not differing(found), found
+    assert found.events > len(names) and not differing(found), found
     assert moved.tokens == stock.tokens and caches[2] == caches[3]
-    moved.check_moved((NUM_FULL, heads))
+    moved.check_moved((3 if kind in LATENTS else NUM_FULL, heads))

@@ -60,7 +60,10 @@ def test_a_policy_that_moves_is_checked_as_one() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["windows", "heads", "sinks", "ngram", pytest.param("fp8", marks=needs_float8)],
+    [
+        *("windows", "heads", "sinks", "ngram", "latents"),
+        pytest.param("fp8", marks=needs_float8),
+    ],
 )
 def test_a_feature_that_works(name: str) -> None:
     """Drafts as well, whose second engine starts as on a GPU, see `keep_kernels`."""

@@ -12,7 +12,7 @@ import transformers
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 from vllm_kvpolicy.commands.trials import (
     LATENT,
-    TRIALS,
+    ROTATED,
     gemma4,
     make_lfm2,
     sizes,
@@ -136,7 +136,7 @@ LATENTS = ("deepseek_v3", "glm4_lite")  # whose heads share a vector per token
 SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_31b": {},
     "gemma4_e2b": {},
-    "lfm2": dict(TRIALS["states"].settings),
+    "lfm2": ROTATED,
     "granite4": {"enable_prefix_caching": False},
     "nemotron_h": {"enable_prefix_caching": False},
     "falcon_h1": {"enable_prefix_caching": False},
@@ -144,7 +144,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         LATENTS,
         {
-            **TRIALS["states"].settings,  # for the same reason
+            **ROTATED,  # for the same reason
             "attention_backend": "CPU_MLA",
             "enable_prefix_caching": False,
         },

@@ -116,8 +116,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         # Not left in the config: vLLM's compile cache is keyed by what stands there.
         unique = additional.pop(ENGINE_KEY, None) or uuid4().hex
         vllm_config.additional_config = ConfigValues(additional, config)
-        is_chunked = engine_args.enable_chunked_prefill is not False
-        compat.serve_latents(vllm_config, is_chunked)
+        compat.serve_latents(vllm_config, engine_args)
         _refuse(config, refusals(vllm_config))
         if compat.is_first_process(engine_args):
             tell_untested(vllm_config)
@@ -249,8 +248,7 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
             logger.info("config.json names no architecture, served as %s", missing)
     platform = compat.platform_name()
     model = config_json(engine_args)
-    latents = (model.get("text_config") or model).get("kv_lora_rank")
-    if engine_args.block_size is None and latents is None:  # else vLLM's own default
+    if engine_args.block_size is None and not compat.caches_latents(model):
         engine_args.block_size = compat.BLOCK_TOKENS.get(platform)
     chosen = (engine_args.attention_backend, engine_args.attention_config.backend)
     if platform == "cuda" and chosen == (None, None):

@@ -239,9 +239,10 @@ class Engine:
     def superblock_bytes(self, is_fp8: bool) -> int:
         """Return the bytes of a block of all layers, by vLLM's own count."""
         import torch
-        from vllm.v1.kv_cache_interface import FullAttentionSpec
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-        spec = FullAttentionSpec(
+        kind = MLAAttentionSpec if self.model.use_mla else FullAttentionSpec
+        spec = kind(
             block_size=self.block_size,
             num_kv_heads=self.kv_heads[0],
             head_size=self.kv_heads[1],
@@ -267,6 +268,11 @@ def main(words: list[str]) -> None:
     config = KVPolicyConfig.from_dict(given)
     with quiet():
         engine = _engine(args)
+    if engine.model.use_mla and any(word.reads_heads for word in config.words):
+        raise ValueError(
+            f"{config.policy}: reads or sizes KV heads one by one, which this model "
+            "has not (MLA); choose another policy, such as tova"
+        )
     if share := config.budget_share:
         tokens = most_of_share(engine.vllm_config, config, share)
         config = config.with_budget(tokens)
@@ -344,7 +350,8 @@ def _engine(args: argparse.Namespace) -> Engine:
     )
     if is_widened:
         model.dtype = torch.float32
-    block_size = args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
+    tokens = compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
+    block_size = args.block_size or (compat.LATENT_TOKENS if model.use_mla else tokens)
     cache = {"block_size": block_size, "cache_dtype": args.kv_cache_dtype}
     vllm_config = SimpleNamespace(
         model_config=model,
@@ -415,7 +422,10 @@ def _model(args: argparse.Namespace) -> Any:
             f"cannot read the configuration of {args.model!r}: {reason[:300]}"
         ) from None
     kinds = set(layer_kinds(SimpleNamespace(model_config=model)))
-    odd = model.is_attention_free or model.use_mla or (kinds and FULL not in kinds)
+    text = model.hf_text_config
+    sparse = hasattr(text, "index_topk") or hasattr(text, "compress_ratios")
+    odd = model.is_attention_free or bool(kinds and FULL not in kinds)
+    odd |= model.use_mla and (sparse or model.is_hybrid)
     if odd or kinds - {FULL, SLIDING, STATE} or model.is_hybrid > (STATE in kinds):
         raise ValueError(
             f"{args.model}: what its layers hold is not known to this command, only "
@@ -550,6 +560,8 @@ def _title(engine: Engine) -> str:
     dtype = str(engine.model.dtype).removeprefix("torch.")
     lengths = ", ".join(f"{prompt} + {output}" for prompt, output in engine.lengths)
     heads = "{} KV heads of {}".format(*engine.kv_heads)
+    if engine.model.use_mla:
+        heads = f"latent vectors of {engine.kv_heads[1]}"
     return (
         f"{engine.num_layers} layers, {heads}, {dtype}; {engine.available:,} bytes; "
         f"prompt + answer: {lengths} tokens"

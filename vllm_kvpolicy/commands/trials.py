@@ -261,6 +261,10 @@ class Trial:
     on_cpu: bool = True
 
 
+# vLLM's kernel for CPUs rotates queries of some shapes by wrong positions.
+ROTATED = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+
+
 def _drafting(method: str, **more: Any) -> Trial:
     values = {"method": method, "num_speculative_tokens": 3, **more}
     return Trial(settings={"speculative_config": values}, on_cpu=False)
@@ -275,10 +279,12 @@ TRIALS = {
     "windows": Trial(make_gemma3),
     "heads": Trial(make_gemma4),
     "sinks": Trial(make_gpt_oss, kinds=WITH_STOCK),
-    # vLLM's kernel for CPUs rotates queries of this shape by wrong positions.
-    "states": Trial(
-        make_lfm2,
-        settings={"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}},
+    "states": Trial(make_lfm2, settings=ROTATED),
+    "latents": Trial(
+        make_deepseek,
+        settings=ROTATED,
+        kinds=WITH_STOCK,
+        gpu_dtypes=("bfloat16",),
     ),
     "ngram": _drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
     "suffix": _drafting("suffix"),

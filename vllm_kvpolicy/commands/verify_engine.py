@@ -266,11 +266,13 @@ def trial_checks(
             settings = {"skip_tokenizer_init": True, **trial.settings}
             if dtype != EXACT:
                 settings |= GRAPHS
+            config_json = json.loads((Path(model) / "config.json").read_text())
             if compat.platform_name() == "cuda":  # for stock, too
                 cache = str(settings.get("kv_cache_dtype", "auto"))
-                config_json = json.loads((Path(model) / "config.json").read_text())
                 backend = compat.cuda_attention_backend(config_json, dtype, cache)
                 settings.setdefault("attention_backend", backend)
+            elif compat.caches_latents(config_json):
+                settings |= {"attention_backend": "CPU_MLA", "block_size": 16}
             found = checks(model, dtype, config, say, settings, trial.kinds)
             for check in found:
                 yield replace(check, name=f"{dtype}, {check.name}")

@@ -5,10 +5,13 @@ from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip  (vLLM: must come
 from typing import Any
 
 import numpy as np
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-import vllm_kvpolicy.worker.backends.cpu  # noqa: F401  registers the backends
-import vllm_kvpolicy.worker.backends.cpu_mla  # noqa: F401
+import vllm_kvpolicy.worker.backends.cpu  # noqa: F401  registers the backend
+from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin
+
+register_backend(AttentionBackendEnum.CPU_MLA, compat.LATENT_BACKENDS["CPU_MLA"])
 
 
 class KVPolicyCPUWorker(KVPolicyWorkerMixin, CPUWorker):

@@ -13,7 +13,8 @@ from vllm_kvpolicy.sizes import query_rows
 from vllm_kvpolicy.worker.warmup import warm_up
 from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin
 
-for _name, _path in compat.GPU_BACKENDS.items():
+_latent = {"TRITON_MLA": compat.LATENT_BACKENDS["TRITON_MLA"]}
+for _name, _path in (compat.GPU_BACKENDS | _latent).items():
     register_backend(AttentionBackendEnum[_name], _path)
 
 

@@ -176,20 +176,6 @@ class HeadMajorBackendMixin(KVPolicyBackendMixin):
         return (KVCacheLayout.LBHNC,)
 
 
-class LatentBackendMixin(KVPolicyBackendMixin):
-    """A backend whose pages have one vector per token, for all heads (MLA).
-
-    It keeps vLLM's implementation: `worker.latents` watches the layers.
-    """
-
-    keys_are_columns = False
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the layout in which each layer's blocks are one after the other."""
-        return (KVCacheLayout.LBHNC,)
-
-
 class KVPolicyImplMixin:
     """Shows new tokens to the captures; attends per head where tables say so."""
 
