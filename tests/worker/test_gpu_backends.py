@@ -9,7 +9,9 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadata
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.worker.backends.flash import KVPolicyFlashMetadataBuilder
@@ -28,6 +30,17 @@ def test_models_leave_writing_to_the_cache_to_vllm(name):
     module, _, cls = compat.GPU_BACKENDS[name].rpartition(".")
     backend = getattr(import_module(module), cls)
     assert backend.supports_kv_cache_update_bypass is False
+
+
+@pytest.mark.parametrize("name", compat.LATENT_BACKENDS)
+def test_latent_vectors_keep_the_stock_implementation(name):
+    module, _, cls = compat.LATENT_BACKENDS[name].rpartition(".")
+    backend = getattr(import_module(module), cls)
+    stock = AttentionBackendEnum[name].get_class()
+    assert issubclass(backend, stock) and backend.get_name() == name
+    assert backend.get_impl_cls() is stock.get_impl_cls()
+    assert issubclass(backend.get_builder_cls(), stock.get_builder_cls())
+    assert backend.supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
 
 
 @pytest.mark.parametrize(
