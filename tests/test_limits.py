@@ -28,6 +28,7 @@ ENGINE = SimpleNamespace(
     model_config=SimpleNamespace(
         max_model_len=LONGEST,
         get_num_attention_heads=lambda *_: 32,
+        use_mla=False,
         get_num_kv_heads=lambda *_: 8,
         model_arch_config=SimpleNamespace(head_size=128),
         hf_text_config=SimpleNamespace(layer_types=None),

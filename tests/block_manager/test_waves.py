@@ -36,6 +36,7 @@ class Traffic:
             model_config=SimpleNamespace(
                 hf_text_config=None,
                 model_arch_config=SimpleNamespace(head_size=128),
+                use_mla=False,
                 get_num_kv_heads=lambda *_: 8,
             ),
             scheduler_config=SimpleNamespace(

@@ -33,12 +33,17 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "device_name", lambda: "a card")
 
 
+def model(kind: str, *layers: str, use_mla: bool = False) -> dict[str, Any]:
+    text = SimpleNamespace(layer_types=list(layers) or None, model_type=kind)
+    found = SimpleNamespace(hf_text_config=text, use_mla=use_mla)
+    return {"model_config": found}
+
+
 def config(**changes: Any) -> SimpleNamespace:
     """Return what features read of a finished VllmConfig."""
-    text = SimpleNamespace(layer_types=None, model_type="qwen3")
     values = {
         "cache_config": SimpleNamespace(cache_dtype="auto", sliding_window=None),
-        "model_config": SimpleNamespace(hf_text_config=text),
+        **model("qwen3"),
         "attention_config": SimpleNamespace(backend=None, backend_per_kind={}),
         "parallel_config": SimpleNamespace(tensor_parallel_size=1),
         "speculative_config": None,
@@ -55,6 +60,7 @@ def mixed(larger: int = 1) -> SimpleNamespace:
     return SimpleNamespace(
         hf_text_config=text,
         model_arch_config=shapes,
+        use_mla=False,
         get_num_kv_heads=lambda parallel, shape: 2,
     )
 
@@ -65,18 +71,9 @@ USES: dict[str, dict[str, Any]] = {
     },
     "windows": {"model_config": mixed()},
     "heads": {"model_config": mixed(2)},
-    "states": {
-        "model_config": SimpleNamespace(
-            hf_text_config=SimpleNamespace(
-                layer_types=["conv", "full_attention"], model_type="lfm2"
-            )
-        )
-    },
-    "sinks": {
-        "model_config": SimpleNamespace(
-            hf_text_config=SimpleNamespace(layer_types=None, model_type="gpt_oss")
-        )
-    },
+    "states": model("lfm2", "conv", "full_attention"),
+    "latents": model("deepseek_v3", use_mla=True),
+    "sinks": model("gpt_oss"),
     "ngram": {"speculative_config": SimpleNamespace(method="ngram")},
     "suffix": {"speculative_config": SimpleNamespace(method="suffix")},
     "flashinfer": {

@@ -147,6 +147,7 @@ def engine_of(dtype: torch.dtype, cache_dtype: str) -> SimpleNamespace:
         hf_text_config=None,
         model_arch_config=SimpleNamespace(head_size=64),
         get_num_attention_heads=lambda *_: 12,
+        use_mla=False,
         get_num_kv_heads=lambda *_: 4,
     )
     cache = SimpleNamespace(cache_dtype=cache_dtype)

@@ -70,6 +70,7 @@ def test_a_model_with_other_heads_is_refused(heads, monkeypatch) -> None:
     monkeypatch.setattr(tensor_parallel, "get_tp_group", lambda: group)
     model = SimpleNamespace(
         hf_text_config=None,
+        use_mla=False,
         model_arch_config=SimpleNamespace(
             total_num_attention_heads=8, total_num_kv_heads=4
         ),

@@ -80,6 +80,7 @@ class Worker(KVPolicyWorkerMixin, Stock):
             original_max_model_len=None,
             hf_text_config=SimpleNamespace(layer_types=None),
             get_num_attention_heads=lambda *_: 2,
+            use_mla=False,
             get_num_kv_heads=lambda *_: 2,
             model_arch_config=SimpleNamespace(head_size=32),
         )
