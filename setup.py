@@ -277,8 +277,9 @@ if __name__ == "__main__":
             ],
             # Of the benchmarks in a checkout; vLLM brings the rest.
             "bench": ["gguf", "math-verify", "pyyaml"],
-            # Of `vllm-kvpolicy trace plot`.
+            # Of `vllm-kvpolicy trace plot`, and of `top` where there is no vLLM.
             "plot": ["matplotlib"],
+            "top": ["rich"],
             # Attention by others, with which tests on a GPU compare ours. The wheel of
             # xFormers is built for CUDA 12.
             "flashinfer": ["flashinfer-python==0.7.0.post1"],
