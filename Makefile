@@ -5,7 +5,8 @@
 # While working: `make check` runs lint, types and the tests that say most in 4 minutes.
 # make site builds the docs into site/: open site/index.html, or, for its search as well,
 # what `python3 -m http.server -d site` serves.
-# make wheel builds what `pip install` puts beside a vLLM that is there already.
+# make wheel builds what `pip install` puts beside a vLLM that is there already, and
+# make release an sdist too, checks both and says what a person does next.
 # make soak runs an hour of random traffic and faults (docs/reliability.md) and then
 # 1,000,000 steps of the simulator; MINUTES=60 SEED=0
 # make test-all also runs slow tests, serves every policy of the package, one server
@@ -47,8 +48,8 @@ OLDER_CPU = tests/kernels tests/policies tests/worker tests/api \
 # More arguments for `vllm serve`, for pytest, and for the commands on a GPU.
 ARGS ?=
 
-.PHONY: serve demo check test test-all soak lint format docs site wheel setup clean gpu-check \
-	gpu-bench gpu-rehearsal
+.PHONY: serve demo check test test-all soak lint format docs site wheel release setup clean \
+	gpu-check gpu-bench gpu-rehearsal
 .DEFAULT_GOAL := setup
 
 setup:
@@ -125,6 +126,10 @@ wheel: setup
 	@.venv/bin/python -m pip wheel . --quiet --no-deps --no-build-isolation \
 		--disable-pip-version-check --wheel-dir dist
 	@ls dist/*.whl
+
+# Signs nothing and uploads nothing.
+release: wheel
+	@.venv/bin/python scripts/release.py
 
 clean:
 	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -110,6 +110,8 @@ def nvcc_command(nvcc: Path, torch: Path) -> list[str]:
         torch: folder of PyTorch.
     """
     command = [str(nvcc), *CXX_FLAGS, "-Xcompiler", "-fPIC", of_sources("csrc")]
+    for folder in (torch.parent, HERE):
+        command += ["-Xcompiler", without(folder)]
     command += ["-I", str(HERE / "csrc" / "include"), "-I", str(torch / "include")]
     for number in CUDA_ARCHITECTURES:
         command += ["-gencode", f"arch=compute_{number},code=sm_{number}"]
@@ -119,6 +121,11 @@ def nvcc_command(nvcc: Path, torch: Path) -> list[str]:
 def of_sources(folder: str) -> str:
     """Return the flag that writes into a library which sources it is built of."""
     return f'-DKVPOLICY_SOURCES="{DIGEST_OF(HERE / folder)}"'
+
+
+def without(folder: Path) -> str:
+    """Return the flag that keeps a folder of this machine out of a library's texts."""
+    return f"-fmacro-prefix-map={folder}/="
 
 
 def say(message: str) -> None:
@@ -133,7 +140,8 @@ def cpp_command(cxx: Path, torch: Path) -> list[str]:
         cxx: the compiler.
         torch: folder of PyTorch.
     """
-    return [str(cxx), *CPU_FLAGS, of_sources("csrc/cpu"), "-I", str(torch / "include")]
+    command = [str(cxx), *CPU_FLAGS, of_sources("csrc/cpu"), without(torch.parent)]
+    return [*command, "-I", str(torch / "include")]
 
 
 def demand(variable: str) -> str:
@@ -277,8 +285,9 @@ if __name__ == "__main__":
             ],
             # Of the benchmarks in a checkout; vLLM brings the rest.
             "bench": ["gguf", "math-verify", "pyyaml"],
-            # Of `vllm-kvpolicy trace plot`.
+            # Of `vllm-kvpolicy trace plot`, and of `top` where there is no vLLM.
             "plot": ["matplotlib"],
+            "top": ["rich"],
             # Attention by others, with which tests on a GPU compare ours. The wheel of
             # xFormers is built for CUDA 12.
             "flashinfer": ["flashinfer-python==0.7.0.post1"],

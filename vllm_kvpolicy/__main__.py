@@ -35,6 +35,7 @@ COMMANDS = {
     ),
     "plan": Command("commands.plan", "say how many requests a KV cache bears at once"),
     "verify": Command("commands.verify", "check policies here, or a running server"),
+    "top": Command("commands.top", "show in a terminal what a running server does"),
     "trace": Command("commands.trace", "print or draw what the events of a trace kept"),
 }
 # Commands that only a checkout has, in `training`.

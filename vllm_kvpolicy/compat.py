@@ -353,9 +353,7 @@ def environment_flag(name: str) -> bool:
 
 def api_key() -> str | None:
     """Return vLLM's API key from the environment, None where it has none."""
-    from vllm import envs
-
-    return envs.VLLM_API_KEY
+    return os.environ.get("VLLM_API_KEY")
 
 
 def demanded_kernels() -> str | None:

@@ -18,7 +18,7 @@ from vllm_kvpolicy import compat
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md")
 SOURCES += ("LICENSE", "NOTICE")
-EXTRAS = {"cuda", "flashinfer", "xformers", "plot", "bench", "dev"}
+EXTRAS = {"cuda", "flashinfer", "xformers", "plot", "top", "bench", "dev"}
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,18 @@
 """Checks a running server: what its answers and its metrics say of requests of ours."""
 
-import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from http.client import HTTPException
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import FAILED, Answer, Check, text
+from vllm_kvpolicy.commands.servers import NOT_VALID, Client, Refused, part
 from vllm_kvpolicy.config import CONFIG_KEY, PER_REQUEST_OFF
-from vllm_kvpolicy.config_keys import shown
 from vllm_kvpolicy.observe.metrics import SERIES
 from vllm_kvpolicy.policies.names import TESTS, keeps_all
 
@@ -34,11 +30,6 @@ LONGER = 400, 288  # where a kept prompt does not count
 ANSWER_SECONDS = 120
 SETTLE_SECONDS = 10
 COUNT_SECONDS = 1  # after which metrics have what has been answered
-REFUSED = 400
-
-
-class Refused(ValueError):
-    """The server answered that a request is not valid."""
 
 
 @dataclass(frozen=True)
@@ -66,43 +57,21 @@ class Server:
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key is not None:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        client = Client(url, api_key, ANSWER_SECONDS)
+        self.url, self._fetch = client.url, client.fetch
         models = self._fetch("/v1/models")
-        self.model: str = _part(models, "data", 0, "id")
-        self.longest: int = _part(models, "data", 0, "max_model_len")
+        self.model: str = part(models, "data", 0, "id")
+        self.longest: int = part(models, "data", 0, "max_model_len")
         if self.longest < sum(LONG):
             raise ValueError(
                 f"{self.url}: max_model_len: got {self.longest}, expected at least "
                 f"{sum(LONG)} tokens for a request that has an event"
             )
-        self.version: str = _part(self._fetch("/version"), "version")
+        self.version: str = part(self._fetch("/version"), "version")
         self.start = self.counters()
         self.answers: list[Answer] = []
         found = OWN_POLICY.search(self._refusal(UNKNOWN) or "")
         self.policy = None if found is None else found[1]
-
-    def _fetch(self, path: str, body: Mapping[str, Any] | None = None) -> str:
-        """Return what the server answers.
-
-        Raises:
-            Refused: with its message.
-            ValueError: it does not answer, or with an error.
-        """
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, self._headers)
-        try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
-                return answer.read().decode()
-        except urllib.error.HTTPError as error:
-            told = error.read().decode(errors="replace")[:500]
-            kind = Refused if error.code == REFUSED else ValueError
-            raise kind(f"{self.url}{path}: HTTP {error.code}: {told}") from None
-        except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            raise ValueError(f"{self.url}: no answer: {reason}") from None
 
     def counters(self) -> dict[str, float]:
         """Return the server's counters, summed over its engines.
@@ -158,17 +127,19 @@ class Server:
             "vllm_xargs": dict(keys),
         }
         answer = self._fetch("/v1/completions", body)
-        said = (_part(answer).get("kv_transfer_params") or {}).get(CONFIG_KEY)
+        said = (part(answer).get("kv_transfer_params") or {}).get(CONFIG_KEY)
         events = None if said is None else len(said["dropped"])
         if said is None and keys == OFF:
             events = 0
-        return Answer(tuple(_part(answer, "choices", 0, "token_ids")), events)
+        return Answer(tuple(part(answer, "choices", 0, "token_ids")), events)
 
     def _refusal(self, keys: Mapping[str, Any]) -> str | None:
         """Return what the server says against these keys; None where it takes them."""
         try:
             self.answers.append(self._ask_one(0, (SHORT[0], 1), keys))
         except Refused as error:
+            if error.status != NOT_VALID:
+                raise
             return str(error)
         return None
 
@@ -213,18 +184,6 @@ class Server:
             if not (held or used) or time.monotonic() > deadline:
                 return max(held, int(used > 0))
             time.sleep(0.2)
-
-
-def _part(text: str, *path: str | int) -> Any:
-    """Return a part of a JSON answer; ValueError where it is not there."""
-    try:
-        found = json.loads(text)
-        for key in path:
-            found = found[key]
-    except (ValueError, LookupError, TypeError):
-        place = ".".join(map(str, path)) or "JSON"
-        raise ValueError(f"got {shown(text)}, expected vLLM's {place}") from None
-    return found
 
 
 def checks(server: Server) -> Iterator[Check]:
