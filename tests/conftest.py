@@ -121,7 +121,14 @@ def model_config(tiny_model: Path):
 def policy_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[pytest.LogCaptureFixture]:
-    """What the plugin logs, also after vLLM has stopped its loggers' propagation."""
+    """What the plugin logs, also after vLLM has stopped its loggers' propagation.
+
+    vLLM sets up logging, and takes handlers away, at a process's first configuration.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(EngineArgs().create_logging_config())
     logger = logging.getLogger("vllm.kv_policy")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
