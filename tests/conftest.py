@@ -125,10 +125,10 @@ def policy_log(
 
     vLLM sets up logging, and takes handlers away, at a process's first configuration.
     """
-    from vllm.engine.arg_utils import EngineArgs
+    from vllm.config import LoggingConfig
     from vllm.logger import configure_logging_if_needed
 
-    configure_logging_if_needed(EngineArgs().create_logging_config())
+    configure_logging_if_needed(LoggingConfig())
     logger = logging.getLogger("vllm.kv_policy")
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
