@@ -40,6 +40,10 @@ RELEASES = {
                 "data_parallel_rank reasoning_parser_kwargs reasoning_ended "
                 "max_tool_calls"
             ),
+            "vllm.v1.attention.backends.mla.cpu_mla:CPUMLAImpl.do_kv_cache_update": (
+                "self kv_c_normed k_pe kv_cache slot_mapping kv_cache_dtype k_scale "
+                "skip_scale"
+            ),
             "vllm.v1.core.sched.scheduler:Scheduler._get_local_prefix_cache_hit": (
                 "self request max_cache_hit_length"
             ),
@@ -254,6 +258,12 @@ def caches_latents(model: Mapping[str, Any]) -> bool:
         "VLLM_MLA_DISABLE"
     )
     return bool(text.get("kv_lora_rank")) and not is_expanded
+
+
+def block_tokens(model_config: Any) -> int:
+    """Return our default of N, of which others must be multiples."""
+    is_latent = model_config.use_mla
+    return LATENT_TOKENS if is_latent else BLOCK_TOKENS.get(platform_name(), 16)
 
 
 def served_backends(vllm_config: Any) -> set[str]:

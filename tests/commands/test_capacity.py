@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager import scheduler as schedulers
 from vllm_kvpolicy.block_manager.forecast import held_levels
-from vllm_kvpolicy.commands.plan import Life, most_at_once, phases
+from vllm_kvpolicy.commands.capacity import Life, most_at_once, phases
 from vllm_kvpolicy.config import KVPolicyConfig
 
 N, GROUP = 16, 2

@@ -11,8 +11,8 @@ import torch
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.commands import plan, trials
+from vllm_kvpolicy.commands.capacity import Life, most_at_once
 from vllm_kvpolicy.commands.inputs import memory_bytes
-from vllm_kvpolicy.commands.plan import Life, most_at_once
 from vllm_kvpolicy.commands.reads import weight_bytes
 from vllm_kvpolicy.config import KVPolicyConfig
 

@@ -170,8 +170,7 @@ def _unlike_drafter(config: Any) -> bool:
 
 
 def _block_is_odd(config: Any) -> bool:
-    unit = compat.BLOCK_TOKENS.get(compat.platform_name(), 1)
-    unit = compat.LATENT_TOKENS if has_latents(config) else unit
+    unit = compat.block_tokens(config.model_config)
     return config.cache_config.block_size % unit != 0
 
 

@@ -1,27 +1,24 @@
 """The command `plan`: how many requests a KV cache of so many bytes bears at once."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, reduce
-from math import ceil, lcm
+from functools import cached_property, reduce
 from operator import or_
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import cli
-from vllm_kvpolicy.block_manager.forecast import Forecast, held_levels
 from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
+from vllm_kvpolicy.commands.capacity import Life, most_at_once
 from vllm_kvpolicy.commands.inputs import memory_bytes, positive
 from vllm_kvpolicy.commands.outputs import quiet, table
 from vllm_kvpolicy.commands.reads import step_in_words, weight_bytes
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
-from vllm_kvpolicy.events import PHASE_BITS, EventPlan, Footprint, after_any_event
+from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.sizes import (
@@ -39,137 +36,6 @@ from vllm_kvpolicy.sizes import (
     query_rows,
 )
 from vllm_kvpolicy.worker.setup import SideTables
-
-# -- how many requests a pool bears --------------------------------------------
-
-SAMPLED_PHASES = 32
-
-
-@dataclass(frozen=True)
-class Life:
-    """What requests of one length hold from their prompts to the end.
-
-    Args:
-        footprint: of the request in phase 0.
-        num_tokens: tokens that are computed; the last one of an answer is not.
-        is_spread: requests have phases of their own.
-        beside: superblocks of layers with a window or a state, at most and on the
-            average while it answers.
-    """
-
-    footprint: Footprint
-    num_tokens: int
-    is_spread: bool = True
-    beside: tuple[int, float] = 0, 0
-
-    @classmethod
-    def without_events(
-        cls,
-        prompt_tokens: int,
-        num_tokens: int,
-        block_size: int,
-        beside: tuple[int, float] = (0, 0),
-    ) -> "Life":
-        """Return the life of a request that keeps all its tokens."""
-        never = num_tokens + 1
-        events = EventPlan(prompt_tokens, never, never, never)
-        return cls(Footprint(events, 0, block_size), num_tokens, False, beside)
-
-    @property
-    def first(self) -> int:
-        """Position from which the answer counts: past an event at the prompt's end."""
-        return min(self.footprint.events.prompt_len + 1, self.num_tokens - 1)
-
-    @cached_property
-    def prompt_peak(self) -> int:
-        """Most superblocks held while the prompt is computed."""
-        return self.footprint.peak_blocks(self.first) + self.beside[0]
-
-    @property
-    def peak(self) -> int:
-        """Most superblocks held at all."""
-        return self.footprint.most_blocks(self.num_tokens) + self.beside[0]
-
-    @property
-    def mean(self) -> float:
-        """Mean superblocks held while a token of the answer is computed."""
-        own = np.mean([self.levels(phase) for phase in phases(SAMPLED_PHASES)])
-        return float(own) - ceil(self.beside[1]) + self.beside[1]
-
-    @property
-    def after_event(self) -> int | None:
-        """Most superblocks held right after an event in the answer; None without one.
-
-        Wherever the event lies in its block.
-        """
-        events = self._in_phase((1 << PHASE_BITS) - 1).events
-        if events.first_decode_event >= self.num_tokens:
-            return None
-        sizes = self.footprint.recent, 0, self.footprint.block_size
-        return after_any_event(events.budget, *sizes) + self.beside[0]
-
-    def levels(self, phase: int, settled: bool = False) -> np.ndarray:
-        """Return superblocks while each token from `first` on is computed.
-
-        Args:
-            settled: stop where what requests of all phases hold begins to repeat.
-        """
-        events, last = self.footprint.events, self.num_tokens
-        if settled:
-            period = lcm(events.interval, self.footprint.block_size)
-            last = min(last, events.first_decode_event + period + 1)
-        held = held_levels(self._in_phase(phase), self.first, last)
-        return held + ceil(self.beside[1])
-
-    def _in_phase(self, phase: int) -> Footprint:
-        events = replace(self.footprint.events, phase=phase * self.is_spread)
-        return replace(self.footprint, events=events)
-
-
-def phases(count: int) -> list[int]:
-    """Return evenly spread phases, beginning with 0."""
-    return [(index << PHASE_BITS) // count for index in range(count)]
-
-
-def most_at_once(lives: Sequence[Life], num_usable: int) -> int:
-    """Return how many requests a pool bears whose answers begin together.
-
-    Requests take turns in having each of the lives, and phases are spread evenly among
-    those of one life. One that ends before the longest is followed by one of its kind.
-    The forecast, the sum of what all hold step by step, has to stay within the pool.
-    Prompts are computed one after the other: each beside the most that the requests
-    before it will hold.
-
-    A number is found by bisection. Where events lie in their blocks can make one more
-    request fit where one less does not; then that is tried, but not much farther.
-
-    Args:
-        lives: of the requests, each as often as any other.
-        num_usable: superblocks of the pool without vLLM's null block.
-    """
-    known = [lru_cache(maxsize=4096)(life.levels) for life in lives]
-    longest = max(life.num_tokens - life.first for life in lives)
-
-    def fits(count: int) -> bool:
-        forecast = Forecast()
-        each = phases(max(-(-count // len(lives)), 1))
-        for index in range(count):
-            turn, which = divmod(index, len(lives))
-            levels = known[which](each[turn], settled=len(lives) == 1)
-            if len(lives) > 1:
-                levels = np.resize(levels, longest)  # repeats them
-            entering = np.maximum(levels, lives[which].prompt_peak)
-            if forecast.beside(entering).max() > num_usable:
-                return False
-            forecast.book(str(index), levels, None)
-        return True
-
-    low, high = 0, num_usable + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return max(count for count in range(low, low + 4) if count == low or fits(count))
-
 
 # -- the command ---------------------------------------------------------------
 
@@ -270,8 +136,7 @@ def main(words: list[str]) -> None:
         engine = _engine(args)
     if engine.model.use_mla and any(word.reads_heads for word in config.words):
         raise ValueError(
-            f"{config.policy}: reads or sizes KV heads one by one, which this model "
-            "has not (MLA); choose another policy, such as tova"
+            f"{config.policy}: needs KV heads, which MLA has not; try tova"
         )
     if share := config.budget_share:
         tokens = most_of_share(engine.vllm_config, config, share)
@@ -350,8 +215,7 @@ def _engine(args: argparse.Namespace) -> Engine:
     )
     if is_widened:
         model.dtype = torch.float32
-    tokens = compat.BLOCK_TOKENS.get(compat.platform_name(), 16)
-    block_size = args.block_size or (compat.LATENT_TOKENS if model.use_mla else tokens)
+    block_size = args.block_size or compat.block_tokens(model)
     cache = {"block_size": block_size, "cache_dtype": args.kv_cache_dtype}
     vllm_config = SimpleNamespace(
         model_config=model,
@@ -370,7 +234,7 @@ def _engine(args: argparse.Namespace) -> Engine:
                 "--kv-cache-dtype: leave it out; beside states a superblock in FP8 has "
                 "more tokens than stock's, with which this table would compare it"
             )
-        vllm_config = _with_states(args, str(model.dtype).removeprefix("torch."))
+        vllm_config = _with_states(args, model)
     prompts, outputs = args.prompt_tokens, args.output_tokens
     count = max(len(prompts), len(outputs))
     if {len(prompts), len(outputs)} - {1, count}:
@@ -389,16 +253,16 @@ def _engine(args: argparse.Namespace) -> Engine:
     return Engine(vllm_config, args.kv_cache_memory, lengths, is_widened)
 
 
-def _with_states(args: argparse.Namespace, dtype: str) -> Any:
+def _with_states(args: argparse.Namespace, model: Any) -> Any:
     """Return vLLM's configuration of a model with states, whose size N depends on."""
     from vllm.engine.arg_utils import EngineArgs
 
     vllm_config = EngineArgs(
         model=args.model,
-        dtype=dtype,
+        dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
-        block_size=args.block_size or compat.BLOCK_TOKENS.get(compat.platform_name()),
+        block_size=args.block_size or compat.block_tokens(model),
         skip_tokenizer_init=True,
     ).create_engine_config()
     compat.align_states(vllm_config)
@@ -422,9 +286,8 @@ def _model(args: argparse.Namespace) -> Any:
             f"cannot read the configuration of {args.model!r}: {reason[:300]}"
         ) from None
     kinds = set(layer_kinds(SimpleNamespace(model_config=model)))
-    text = model.hf_text_config
-    sparse = hasattr(text, "index_topk") or hasattr(text, "compress_ratios")
     odd = model.is_attention_free or bool(kinds and FULL not in kinds)
+    sparse = hasattr(model.hf_text_config, "index_topk")
     odd |= model.use_mla and (sparse or model.is_hybrid)
     if odd or kinds - {FULL, SLIDING, STATE} or model.is_hybrid > (STATE in kinds):
         raise ValueError(
@@ -559,9 +422,10 @@ def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
 def _title(engine: Engine) -> str:
     dtype = str(engine.model.dtype).removeprefix("torch.")
     lengths = ", ".join(f"{prompt} + {output}" for prompt, output in engine.lengths)
-    heads = "{} KV heads of {}".format(*engine.kv_heads)
-    if engine.model.use_mla:
-        heads = f"latent vectors of {engine.kv_heads[1]}"
+    kind = (
+        "latent vectors" if engine.model.use_mla else f"{engine.kv_heads[0]} KV heads"
+    )
+    heads = f"{kind} of {engine.kv_heads[1]}"
     return (
         f"{engine.num_layers} layers, {heads}, {dtype}; {engine.available:,} bytes; "
         f"prompt + answer: {lengths} tokens"

@@ -257,9 +257,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
         f"a KV cache of another kind than --kv-cache-dtype {cache_dtype}": (
             lambda layer: layer.kv_cache_dtype != cache_dtype
         ),
-        "sparse attention of its own over latent vectors": lambda layer: bool(
-            getattr(layer, "use_sparse", False)
-        ),
+        "sparse attention of its own": lambda layer: vars(layer).get("use_sparse"),
         "a KV cache of a dtype other than the model's and FP8": lambda layer: (
             not is_latent(layer)
             and layer.kv_cache_dtype not in compat.FLOAT8_CACHES
