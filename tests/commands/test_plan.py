@@ -223,11 +223,13 @@ def test_models_that_cannot_be_planned(tiny_model: Path, tmp_path: Path, capsys)
         assert command.main(words(model)) == 2
         assert "cannot read the configuration of '/" in capsys.readouterr().err
     values = json.loads((tiny_model / "config.json").read_text())
-    values |= {"layer_types": ["sliding_attention", "sliding_attention"]}
-    values |= {"use_sliding_window": True, "sliding_window": 64}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert command.main(words(tmp_path)) == 2
-    assert "what its layers hold is not known" in capsys.readouterr().err
+    windows = {"layer_types": ["sliding_attention", "sliding_attention"]}
+    windows |= {"use_sliding_window": True, "sliding_window": 64}
+    narrow = {"model_type": "mimo_v2_flash", "v_head_dim": 16}
+    for changes in (windows, {**narrow, "layer_types": ["full_attention"] * 2}):
+        (tmp_path / "config.json").write_text(json.dumps(values | changes))
+        assert command.main(words(tmp_path)) == 2
+        assert "what its layers hold is not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

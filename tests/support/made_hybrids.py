@@ -1,6 +1,6 @@
 """Writes small random models in which few layers keep all tokens.
 
-Others keep a state or a window; those of Gemma 4 have heads of another size as well.
+Others keep a state or a window, which has other heads in Gemma 4 and MiMo-V2.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ import transformers
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 from vllm_kvpolicy.commands.trials import (
     TRIALS,
+    WINDOW,
     gemma4,
     make_lfm2,
     sizes,
@@ -20,6 +21,7 @@ from vllm_kvpolicy.commands.trials import (
 
 FULL, LINEAR = "full_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF = {"partial_rotary_factor": 0.5}
 QUARTER = {**ROPE, "partial_rotary_factor": 0.25}
 MAMBA2 = {
     "mamba_n_heads": 4,
@@ -108,6 +110,44 @@ def _gemma4_e2b() -> Any:
     return gemma4("wwfwwfwwwf", 32, attention_k_eq_v=False, **heads, **shared)
 
 
+def _mimo_v2() -> Any:
+    """Return one whose windows have twice as many KV heads, and learned sinks.
+
+    Values have the size of keys. vLLM reads other fields than Transformers.
+    """
+    pattern, sparse, heads = [0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 1, 1], 8
+    thetas = {"full_attention": 5e6, "sliding_attention": 1e4}
+    read_by_vllm = {
+        "hybrid_layer_pattern": pattern,
+        "moe_layer_freq": sparse,
+        "sliding_window_size": WINDOW,
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "add_swa_attention_sink_bias": True,
+        "rope_theta": thetas["full_attention"],
+        "swa_rope_theta": thetas["sliding_attention"],
+        "layernorm_epsilon": 1e-5,
+        **HALF,
+    }
+    return transformers.MiMoV2FlashConfig(
+        num_hidden_layers=len(pattern),
+        layer_types=[list(thetas)[kind] for kind in pattern],
+        mlp_layer_types=[("dense", "sparse")[each] for each in sparse],
+        rope_parameters={
+            kind: {**ROPE, **HALF, "rope_theta": thetas[kind]} for kind in thetas
+        },
+        sliding_window=WINDOW,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        **read_by_vllm,
+        **sizes(num_attention_heads=heads),
+    )
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "granite4": _granite4,
     "nemotron_h": _nemotron_h,
@@ -115,12 +155,23 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_next": _qwen3_next,
     "gemma4_31b": _gemma4_31b,
     "gemma4_e2b": _gemma4_e2b,
+    "mimo_v2": _mimo_v2,
+}
+# Where full attention has superblocks of 64 tokens, since windows keep more of each.
+DOUBLED = ("gemma4_31b", "mimo_v2")
+# Of `write`: logits that are not divided by the root of a head's size are large, and
+# MiMo-V2 has no norms of queries and keys.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "gemma4_31b": {"norms": 1.2},
+    "gemma4_e2b": {"norms": 1.2},
+    "mimo_v2": {"norms": None, "sharp": 1.5},
 }
 # What stock vLLM needs on a CPU: its kernel there rotates queries of LFM2's shape by
 # wrong positions, its Mamba2 caches no prefixes, its gated delta net is of bfloat16.
 SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_31b": {},
     "gemma4_e2b": {},
+    "mimo_v2": {},
     "lfm2": dict(TRIALS["states"].settings),
     "granite4": {"enable_prefix_caching": False},
     "nemotron_h": {"enable_prefix_caching": False},
@@ -134,8 +185,6 @@ def make(name: str, path: Path) -> Path:
     if name == "lfm2":
         make_lfm2(path)
     else:
-        # Where logits are not divided by the root of a head's size, they are large.
-        norms = 1.2 if name.startswith("gemma4") else 1.5
-        write(path, FAMILIES[name](), seed=5, norms=norms)
+        write(path, FAMILIES[name](), seed=5, **WEIGHTS.get(name, {"norms": 1.5}))
     write_tokenizer(path, [*SPECIAL_TOKENS, *CHARACTERS], 4096)
     return path

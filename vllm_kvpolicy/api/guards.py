@@ -20,6 +20,7 @@ from vllm_kvpolicy.sizes import (
     FULL,
     SLIDING,
     STATE,
+    has_other_values,
     kv_heads,
     layer_kinds,
     other_groups,
@@ -244,13 +245,9 @@ def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
 
 
 def _attends_by_itself(config: Any) -> bool:
-    """Return whether layers are of classes, or have backends, of the model's own."""
-    if _is_one_of(compat.OWN_ATTENTION, config) or _text(config, "param_sink_number"):
-        return True
-    if not str(_text(config, "model_type")).startswith("mimo_v2"):
-        return False
-    values = _text(config, "v_head_dim"), _text(config, "swa_v_head_dim")
-    return any(value not in (None, _text(config, "head_dim")) for value in values)
+    """Return whether layers are of classes of the model's own."""
+    num_sinks = _text(config, "param_sink_number")
+    return bool(num_sinks) or _is_one_of(compat.OWN_ATTENTION, config)
 
 
 def _differs(config: Any) -> bool:
@@ -268,9 +265,7 @@ def _differs(config: Any) -> bool:
         return True
     other = _text(config, "attention_other_setting") or {}
     found = (
-        (_text(config, "swa_head_dim"), "head_dim"),
         (other.get("head_dim"), "head_dim"),
-        (_text(config, "swa_num_key_value_heads"), "num_key_value_heads"),
         (other.get("num_attention_groups"), "num_attention_groups"),
     )
     if any(value not in (None, _text(config, name)) for value, name in found):
@@ -298,6 +293,8 @@ def _has_other_windows(config: Any) -> bool:
     """Return whether windows are not of the size that the configuration names."""
     return (
         _text(config, "interleaved_sliding_window") is not None
+        or _text(config, "sliding_window_size")
+        not in (None, _text(config, "sliding_window"))
         or _num_sizes(_text(config, "sliding_windows")) > 1
         or (
             SLIDING in layer_kinds(config)
@@ -484,7 +481,10 @@ REFUSALS = (
     Refusal(
         "sliding windows in every layer",
         lambda config: (
-            config.cache_config.sliding_window is not None
+            (
+                config.cache_config.sliding_window is not None
+                and not _text(config, "hybrid_layer_pattern")  # which goes before it
+            )
             or set(layer_kinds(config)) == {SLIDING}
         ),
         "serve a model of which some layers attend to the whole context",
@@ -573,6 +573,12 @@ REFUSALS = (
         "attention layers of a model's own",
         _attends_by_itself,
         "serve a model with vLLM's own layers of full attention or sliding windows",
+    ),
+    Refusal(
+        "values of another size than keys (MiMo-V2)",
+        has_other_values,
+        "serve a model whose `v_head_dim` is its `head_dim`: for others vLLM has "
+        "backends for GPUs alone (DIFFKV), of which there is no subclass of ours",
     ),
     Refusal(
         "layers that differ in heads or head sizes",
