@@ -84,7 +84,7 @@ def layers(*kinds):
     return WINDOW | {LAYER_TYPES: list(kinds)}
 
 
-def drafter(method="eagle3", head_size=32, max_model_len=4096, **fields):
+def drafter(method="eagle3", head_size=32, max_model_len=4096, kind=FULL, **fields):
     """Layers that draft, with the tiny model's heads."""
     shape = SimpleNamespace(
         total_num_attention_heads=4, total_num_kv_heads=2, head_size=head_size
@@ -94,7 +94,9 @@ def drafter(method="eagle3", head_size=32, max_model_len=4096, **fields):
         "parallel_drafting": False,
         "disable_padded_drafter_batch": False,
         "draft_model_config": SimpleNamespace(
-            model_arch_config=shape, max_model_len=max_model_len
+            model_arch_config=shape,
+            max_model_len=max_model_len,
+            hf_text_config=SimpleNamespace(layer_types=[kind], sliding_window=48),
         ),
         "use_multi_module_mtp": lambda: False,
         **fields,
@@ -261,6 +263,7 @@ MORE_TRIGGERS = [
     ("sliding windows in every layer", cache(sliding_window=512)),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
+    (DRAFTER_BESIDE_WINDOWS, drafter(kind=SLIDING)),
     (DRAFTER_BESIDE, drafter(parallel_drafting=True)),
     (DRAFTER_BESIDE, drafter(disable_padded_drafter_batch=True)),
     (DRAFTER_BESIDE, drafter(head_size=64)),

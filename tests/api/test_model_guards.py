@@ -1,5 +1,6 @@
 """Kinds of attention layers: what vLLM has is served, or refused before weights."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from support.engine_configs import Overlay, engine_args
+from support.made_drafters import make_llama
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
 from vllm_kvpolicy.sizes import kv_heads, other_groups, own_block_size
 
@@ -134,6 +136,24 @@ def test_fields_come_in_several_forms(policy_config, fields, row):
     found = refusals(Overlay(policy_config, {"model_config.hf_text_config": changed}))
     assert [each for each in found if row and each.startswith(row)] == found
     assert bool(found) == bool(row)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("layer_type", [FULL, SLIDING])
+def test_drafters_have_windows_of_their_own(tmp_path, kind, layer_type):
+    """Whatever the model itself has."""
+    target, drafter = make_llama(tmp_path, kind)
+    config = json.loads((drafter / "config.json").read_text())
+    config |= {"layer_types": [layer_type], "sliding_window": 48}
+    (drafter / "config.json").write_text(json.dumps(config))
+    speculative = {"method": kind, "model": str(drafter), "num_speculative_tokens": 3}
+    changes = {"additional_config": {"kv_policy": {"policy": "tova"}}}
+    args = engine_args(target, speculative_config=speculative, **changes)
+    if layer_type == FULL:
+        assert args.create_engine_config().speculative_config.method == kind
+    else:
+        with pytest.raises(ValueError, match="EAGLE with sliding-window layers"):
+            args.create_engine_config()
 
 
 MLA = "multi-head latent attention (MLA)"

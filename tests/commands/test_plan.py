@@ -2,12 +2,14 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from support import made_hybrids
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.commands import plan, trials
@@ -233,12 +235,20 @@ def test_models_that_cannot_be_planned(tiny_model: Path, tmp_path: Path, capsys)
 
 
 @pytest.mark.parametrize(
-    ("make", "beside"), [(trials.make_gemma3, 9), (trials.make_lfm2, 4)]
+    ("make", "beside"),
+    [
+        (trials.make_gemma3, 9),
+        (trials.make_lfm2, 4),
+        (partial(made_hybrids.make, "gemma4_e2b"), 4),
+    ],
 )
 def test_layers_that_no_policy_bounds_are_counted(
     make, beside: int, tmp_path: Path, capsys
 ):
-    """Three groups with a window of 48 tokens, two that keep a state or save one."""
+    """Three groups with a window of 48 tokens, two that keep a state or save one.
+
+    Or two with windows in superblocks of 64 tokens, beside layers without a cache.
+    """
     lines = planned(capsys, make(tmp_path))
     pool, peak, _, *rest = lines["stock", "", ""]
     assert (pool, peak) == ("199", str(32 + beside))

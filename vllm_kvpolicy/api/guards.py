@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_kvpolicy import compat
@@ -167,6 +168,12 @@ def _unlike_drafter(config: Any) -> bool:
         return True
     is_shorter = drafter.max_model_len < config.model_config.max_model_len
     return is_shorter and bool(is_ragged(config))
+
+
+def _drafts_in_windows(config: Any) -> bool:
+    """Return whether a layer that drafts is of another kind than full attention."""
+    drafter = SimpleNamespace(model_config=config.speculative_config.draft_model_config)
+    return not set(layer_kinds(drafter)) <= {FULL}
 
 
 def _block_is_odd(config: Any) -> bool:
@@ -521,7 +528,7 @@ REFUSALS = (
     ),
     Refusal(
         "MTP and EAGLE with sliding-window layers or learned sinks",
-        all_of(drafts_in_layers, any_of(mixes_windows, has_sinks)),
+        all_of(drafts_in_layers, any_of(mixes_windows, has_sinks, _drafts_in_windows)),
         'set "method": "ngram" or "suffix" in --speculative-config',
     ),
     Refusal(
