@@ -263,6 +263,7 @@ MORE_TRIGGERS = [
     ("sliding windows in every layer", cache(sliding_window=512)),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
+    (MEASURED_STATES, text(altup_num_inputs=4) | policy("epikv")),
     (DRAFTER_BESIDE_WINDOWS, drafter(kind=SLIDING)),
     (DRAFTER_BESIDE, drafter(parallel_drafting=True)),
     (DRAFTER_BESIDE, drafter(disable_padded_drafter_batch=True)),

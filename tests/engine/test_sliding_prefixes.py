@@ -30,6 +30,7 @@ POLICIES = {
     "lfm2": COMMON,
 }
 POLICIES |= {"gemma4_31b": COMMON, "gemma4_e2b": COMMON, "mimo_v2": COMMON}
+POLICIES["gemma3n"] = COMMON
 # Tokens per superblock of full attention, and of the largest superblocks.
 BLOCKS = {"gemma4_31b": (64, 64), "gemma4_e2b": (32, 64), "mimo_v2": (64, 64)}
 LARGE = {"budget": 160, "prefill_interval": 384}
@@ -39,7 +40,7 @@ BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
 CHUNKS = {"max_num_batched_tokens": 96, "max_model_len": 640}
 TIGHT = {**CHUNKS, "foresees": False}
 NUM_BLOCKS = {"gemma3": 72, "gpt_oss": 48, "lfm2": 60}
-NUM_BLOCKS |= {"gemma4_31b": 48, "gemma4_e2b": 48, "mimo_v2": 48}
+NUM_BLOCKS |= {"gemma4_31b": 48, "gemma4_e2b": 48, "mimo_v2": 48, "gemma3n": 60}
 STEM = 320
 
 

@@ -28,6 +28,7 @@ POLICIES = {
     "gemma4_31b": [*COMMON, "ams-expected", "hard-snapkv"],
     "gemma4_e2b": [*COMMON, "keydiff"],
     "mimo_v2": [*COMMON, "ams-expected", "adakv-snapkv"],
+    "gemma3n": [*COMMON, "adakv-snapkv"],
 }
 LARGE = {"budget": 112, "prefill_interval": 384}  # where superblocks have 64 tokens
 # Superblocks of pools that are too small for all; with ALWAYS requests preempt.
@@ -41,6 +42,7 @@ POOLS = {
     ("gemma4_31b", PRESSURE): 30,
     ("gemma4_e2b", ALWAYS): 40,
     ("mimo_v2", ALWAYS): 21,
+    ("gemma3n", ALWAYS): 40,
 }
 # Of superblocks of 64 and 96 tokens, with room for all.
 MAMBA = {"budget": 140, "interval": 40, "prefill_interval": 384}

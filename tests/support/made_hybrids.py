@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors.torch import load_file, save_file
 
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 from vllm_kvpolicy.commands.trials import (
+    NUM_TOKENS,
     TRIALS,
     WINDOW,
     gemma4,
@@ -110,6 +112,25 @@ def _gemma4_e2b() -> Any:
     return gemma4("wwfwwfwwwf", 32, attention_k_eq_v=False, **heads, **shared)
 
 
+def _gemma3n() -> Any:
+    """Return one of two decoders, the second of which reads keys of the first."""
+    kinds = ["sliding_attention", "full_attention"]
+    pattern = [kinds["wf".index(each)] for each in "wwfwwfwwwf"]
+    rope = [{**ROPE, "rope_theta": theta} for theta in (1e4, 1e6)]
+    return transformers.Gemma3nTextConfig(
+        num_hidden_layers=len(pattern),
+        layer_types=pattern,
+        num_kv_shared_layers=4,
+        sliding_window=WINDOW,
+        rope_parameters=dict(zip(kinds, rope, strict=True)),
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=NUM_TOKENS,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.0] * len(pattern),
+        **sizes(tie_word_embeddings=True),
+    )
+
+
 def _mimo_v2() -> Any:
     """Return one whose windows have twice as many KV heads, and learned sinks.
 
@@ -156,6 +177,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma4_31b": _gemma4_31b,
     "gemma4_e2b": _gemma4_e2b,
     "mimo_v2": _mimo_v2,
+    "gemma3n": _gemma3n,
 }
 # Where full attention has superblocks of 64 tokens, since windows keep more of each.
 DOUBLED = ("gemma4_31b", "mimo_v2")
@@ -164,6 +186,7 @@ DOUBLED = ("gemma4_31b", "mimo_v2")
 WEIGHTS: dict[str, dict[str, Any]] = {
     "gemma4_31b": {"norms": 1.2},
     "gemma4_e2b": {"norms": 1.2},
+    "gemma3n": {"norms": 1.2},
     "mimo_v2": {"norms": None, "sharp": 1.5},
 }
 # What stock vLLM needs on a CPU: its kernel there rotates queries of LFM2's shape by
@@ -172,6 +195,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_31b": {},
     "gemma4_e2b": {},
     "mimo_v2": {},
+    "gemma3n": {},
     "lfm2": dict(TRIALS["states"].settings),
     "granite4": {"enable_prefix_caching": False},
     "nemotron_h": {"enable_prefix_caching": False},
@@ -186,5 +210,10 @@ def make(name: str, path: Path) -> Path:
         make_lfm2(path)
     else:
         write(path, FAMILIES[name](), seed=5, **WEIGHTS.get(name, {"norms": 1.5}))
+    if name == "gemma3n":
+        # vLLM's text model leaves these out; with images it adds them.
+        weights = load_file(path / "model.safetensors")
+        weights["model.embed_tokens_per_layer.weight"].zero_()
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
     write_tokenizer(path, [*SPECIAL_TOKENS, *CHARACTERS], 4096)
     return path

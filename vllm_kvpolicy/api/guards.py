@@ -556,10 +556,14 @@ REFUSALS = (
         "leave out --model-impl, or serve a model with layers of full attention",
     ),
     Refusal(
-        "what measures each token ({measures_tokens}), beside layers with a state",
-        all_of(has_states, has_word_with("measures_tokens")),
-        "choose another policy: changes of hidden states are read from layers that all "
-        "attend",
+        "what measures each token ({measures_tokens}), beside layers with a state or "
+        "in Gemma 3n",
+        all_of(
+            any_of(has_states, text_has("altup_num_inputs")),
+            has_word_with("measures_tokens"),
+        ),
+        "choose another policy: changes of hidden states are read from one list of "
+        "layers that all attend",
     ),
     Refusal(
         "FlashInfer with layers that have a state, or heads of two sizes",
