@@ -59,7 +59,9 @@ _EAGLE = SimpleNamespace(
     parallel_drafting=False,
     disable_padded_drafter_batch=False,
     use_multi_module_mtp=lambda: False,
-    draft_model_config=SimpleNamespace(model_arch_config=_SHAPE, max_model_len=4096),
+    draft_model_config=SimpleNamespace(
+        model_arch_config=_SHAPE, max_model_len=4096, hf_text_config=SimpleNamespace()
+    ),
 )
 
 

@@ -3,6 +3,7 @@
 Scheduler, worker and start-up line use the same formulas.
 """
 
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -120,7 +121,9 @@ class OtherGroups:
 FULL, SLIDING, STATE = "full_attention", "sliding_attention", "state"
 # What models name their layers, where that is another word than ours. Some layers
 # attend and have a state, and some do neither.
-KINDS = {
+KINDS: dict[Any, tuple[str, ...]] = {
+    0: (FULL,),
+    1: (SLIDING,),
     "attention": (FULL,),
     "hybrid": (FULL, STATE),
     "linear_attention": (STATE,),
@@ -129,6 +132,12 @@ KINDS = {
     "mlp": (),
     "moe": (),
 }
+# Of layers with a window (MiMo-V2), and what vLLM names that of a layer.
+WINDOW_FIELDS = {
+    "swa_num_attention_heads": "total_num_attention_heads",
+    "swa_num_key_value_heads": "total_num_kv_heads",
+    "swa_head_dim": "head_size",
+}
 
 
 def _kinds_by_layer(vllm_config: Any) -> list[tuple[str, ...]]:
@@ -136,10 +145,10 @@ def _kinds_by_layer(vllm_config: Any) -> list[tuple[str, ...]]:
 
     Where it has no window, as with `--disable-sliding-window`, vLLM makes full
     attention of layers that would have one. The last layers may read the keys and
-    values of others (`num_kv_shared_layers`) and have no cache.
+    values of others (`num_kv_shared_layers`) and have no cache. MiMo-V2 numbers kinds.
     """
     text = vllm_config.model_config.hf_text_config
-    fields = ("layer_types", "layers_block_type")
+    fields = ("hybrid_layer_pattern", "layer_types", "layers_block_type")
     named = next(filter(None, (getattr(text, each, None) for each in fields)), ())
     kinds = [KINDS.get(name, (name,)) for name in named]
     if not getattr(text, "sliding_window", None):
@@ -164,7 +173,29 @@ def shapes(vllm_config: Any, kind: str = FULL) -> list[Any]:
     whole = vllm_config.model_config.model_arch_config
     by_layer = enumerate(_kinds_by_layer(vllm_config))
     found = [whole[index] for index, kinds in by_layer if kind in kinds]
+    if kind == SLIDING:
+        found = [_of_window(each, vllm_config) for each in found]
     return found or [whole] * (kind == FULL)
+
+
+def _of_window(shape: Any, vllm_config: Any) -> Any:
+    """Return the shape of a layer with a window, which may have fields of its own."""
+    text, own = vllm_config.model_config.hf_text_config, copy(shape)
+    for field, name in WINDOW_FIELDS.items():
+        setattr(own, name, getattr(text, field, None) or getattr(shape, name))
+    return own
+
+
+def has_other_values(vllm_config: Any) -> bool:
+    """Return whether values of a MiMo-V2 have another size than keys."""
+    text = vllm_config.model_config.hf_text_config
+    if not str(getattr(text, "model_type", None)).startswith("mimo_v2"):
+        return False
+    sizes = [
+        [getattr(text, kind + name, None) for name in ("v_head_dim", "head_dim")]
+        for kind in ("", "swa_")
+    ]
+    return any(values not in (None, keys) for values, keys in sizes)
 
 
 def own_shape(vllm_config: Any) -> Any:

@@ -59,6 +59,9 @@ SOFT_CAPS = named("soft caps")
 UNLIKE = "layers that differ in heads or head sizes"
 OTHER_WINDOWS = named("several sizes")
 OWN = "attention layers of a model's own"
+VALUES = named("values of another size")
+HEADS_OF_WINDOWS = {"swa_num_key_value_heads": 4, "swa_head_dim": 32}
+HEADS_OF_WINDOWS |= {"v_head_dim": 32, "swa_v_head_dim": 32}
 SET = object()  # some configuration object, whatever is in it
 FULL, SLIDING = "full_attention", "sliding_attention"
 DRAFTS = {"speculative_config": NGRAM}
@@ -81,7 +84,7 @@ def layers(*kinds):
     return WINDOW | {LAYER_TYPES: list(kinds)}
 
 
-def drafter(method="eagle3", head_size=32, max_model_len=4096, **fields):
+def drafter(method="eagle3", head_size=32, max_model_len=4096, kind=FULL, **fields):
     """Layers that draft, with the tiny model's heads."""
     shape = SimpleNamespace(
         total_num_attention_heads=4, total_num_kv_heads=2, head_size=head_size
@@ -91,7 +94,9 @@ def drafter(method="eagle3", head_size=32, max_model_len=4096, **fields):
         "parallel_drafting": False,
         "disable_padded_drafter_batch": False,
         "draft_model_config": SimpleNamespace(
-            model_arch_config=shape, max_model_len=max_model_len
+            model_arch_config=shape,
+            max_model_len=max_model_len,
+            hf_text_config=SimpleNamespace(layer_types=[kind], sliding_window=48),
         ),
         "use_multi_module_mtp": lambda: False,
         **fields,
@@ -116,6 +121,17 @@ def text(**values):
     """What a model's own configuration says, in place of the tiny model's."""
     values = {"layer_types": None, "sliding_window": None, "head_dim": 32, **values}
     return {"model_config.hf_text_config": SimpleNamespace(**values)}
+
+
+def mimo_v2(cached=48, **values):
+    """What vLLM makes of a MiMo-V2, which has other names for kinds of layers.
+
+    Args:
+        cached: the window of every layer until the model is made, as vLLM believes.
+    """
+    fields = {"model_type": "mimo_v2", "hybrid_layer_pattern": [0, 1, 1]}
+    fields |= {"sliding_window": 48, "sliding_window_size": 48, **HEADS_OF_WINDOWS}
+    return text(**{**fields, **values}) | cache(sliding_window=cached)
 
 
 # Row -> what switches the feature on in a finished VllmConfig.
@@ -184,7 +200,8 @@ TRIGGERS = {
         HYBRID | cache(prefix_match_unit=16)
     ),
     OWN: model(architectures=["InklingForCausalLM"]),
-    UNLIKE: text(swa_head_dim=64),
+    VALUES: mimo_v2(v_head_dim=16),
+    UNLIKE: mimo_v2(swa_num_key_value_heads=3),
     OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
     ALIBI: model(architectures=["BloomForCausalLM"]),
     SOFT_CAPS: text(attn_logit_softcapping=50.0),
@@ -253,6 +270,8 @@ MORE_TRIGGERS = [
     ("sliding windows in every layer", cache(sliding_window=512)),
     ("KV connectors and KV offloading", {"kv_transfer_config": SET}),
     ("diffusion models", {"diffusion_config": SET}),
+    (MEASURED_STATES, text(altup_num_inputs=4) | policy("epikv")),
+    (DRAFTER_BESIDE_WINDOWS, drafter(kind=SLIDING)),
     (DRAFTER_BESIDE, drafter(parallel_drafting=True)),
     (DRAFTER_BESIDE, drafter(disable_padded_drafter_batch=True)),
     (DRAFTER_BESIDE, drafter(head_size=64)),
@@ -278,7 +297,9 @@ MORE_TRIGGERS = [
     (SINK_WEIGHING, GPT_OSS | policy("ams-snapmax")),
     (SINK_WEIGHING, GPT_OSS | policy("rpc")),
     (OWN, model(architectures=["MiniMaxM3SparseForCausalLM"])),
-    (OWN, text(model_type="mimo_v2_flash", v_head_dim=16)),
+    (VALUES, mimo_v2(swa_v_head_dim=16)),
+    (OTHER_WINDOWS, mimo_v2(sliding_window_size=64)),
+    (OTHER_WINDOWS, mimo_v2(sliding_window=None, cached=None)),
     (OWN, text(model_type="pangu_pro_moe_v2", param_sink_number=4)),
     (UNLIKE, text(num_attention_groups=4, attention_other_setting=OTHER_SETTING)),
     (UNLIKE, text(layer_types=[FULL] * 2, num_attention_heads_per_layer=[8, 4])),
@@ -411,7 +432,7 @@ def test_drafts_come_from_tokens_or_from_layers(policy_config, method, is_refuse
 @pytest.mark.parametrize(
     "changes",
     [
-        text(model_type="mimo_v2_flash", v_head_dim=32, swa_head_dim=32),
+        mimo_v2(),
         text(
             layer_types=[SLIDING, FULL, SLIDING],
             sliding_window=48,

@@ -1,5 +1,6 @@
 """Kinds of attention layers: what vLLM has is served, or refused before weights."""
 
+import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from support.engine_configs import Overlay, engine_args
+from support.made_drafters import make_llama
 from vllm_kvpolicy.api.guards import REFUSALS, refusals
-from vllm_kvpolicy.sizes import other_groups, own_block_size
+from vllm_kvpolicy.sizes import kv_heads, other_groups, own_block_size
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN = "attention layers of a model's own"
@@ -47,6 +49,11 @@ def gemma4(policy_config, **changes):
     fields |= {"head_dim": 32, "num_key_value_heads": 2, "attention_k_eq_v": True}
     text = Gemma4TextConfig(**{**fields, **changes})
     arch = Gemma4ModelArchConfigConvertor(text, text).convert()
+    return of_model(policy_config, text, arch)
+
+
+def of_model(policy_config, text, arch):
+    """Return a VllmConfig of a model, by its own configuration and what vLLM reads."""
     model = {"hf_text_config": text, "model_arch_config": arch}
     return Overlay(policy_config, {f"model_config.{k}": v for k, v in model.items()})
 
@@ -72,6 +79,30 @@ def test_layers_of_two_head_sizes(policy_config, changes, sizes):
     assert bool(unlike) == (sizes is None)
     if sizes:
         assert (own_block_size(config), other_groups(config).block_size) == sizes
+
+
+@pytest.mark.parametrize(
+    ("size", "reason"), [(128, "values of another size than keys"), (192, None)]
+)
+def test_values_of_another_size(policy_config, size, reason):
+    """MiMo-V2-Flash: its values have 128 channels, its keys 192."""
+    from transformers import MiMoV2FlashConfig
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        MimoV2ModelArchConfigConvertor,
+    )
+
+    kinds = [0, 1, 1, 1, 1, 0]
+    fields = {"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8}
+    fields |= {"swa_head_dim": 192, "swa_v_head_dim": size, "v_head_dim": size}
+    fields |= {"hybrid_layer_pattern": kinds, "sliding_window_size": 128}
+    text = MiMoV2FlashConfig(num_hidden_layers=6, **fields)
+    arch = MimoV2ModelArchConfigConvertor(text, text).convert()
+    config = of_model(policy_config, text, arch)
+    found = refusals(config)
+    assert [each.startswith(reason or "") for each in found] == [True] * bool(reason)
+    assert kv_heads(config) == (4, 192) and kv_heads(config, SLIDING) == (8, 192)
+    assert (own_block_size(config), other_groups(config).block_size) == (64, 32)
+    assert (other_groups(config).num_full, other_groups(config).count) == (2, 2)
 
 
 @pytest.mark.parametrize("size", [32, 64])
@@ -105,6 +136,24 @@ def test_fields_come_in_several_forms(policy_config, fields, row):
     found = refusals(Overlay(policy_config, {"model_config.hf_text_config": changed}))
     assert [each for each in found if row and each.startswith(row)] == found
     assert bool(found) == bool(row)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("layer_type", [FULL, SLIDING])
+def test_drafters_have_windows_of_their_own(tmp_path, kind, layer_type):
+    """Whatever the model itself has."""
+    target, drafter = make_llama(tmp_path, kind)
+    config = json.loads((drafter / "config.json").read_text())
+    config |= {"layer_types": [layer_type], "sliding_window": 48}
+    (drafter / "config.json").write_text(json.dumps(config))
+    speculative = {"method": kind, "model": str(drafter), "num_speculative_tokens": 3}
+    changes = {"additional_config": {"kv_policy": {"policy": "tova"}}}
+    args = engine_args(target, speculative_config=speculative, **changes)
+    if layer_type == FULL:
+        assert args.create_engine_config().speculative_config.method == kind
+    else:
+        with pytest.raises(ValueError, match="EAGLE with sliding-window layers"):
+            args.create_engine_config()
 
 
 LATENT = "multi-head latent attention "

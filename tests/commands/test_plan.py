@@ -2,12 +2,14 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from support import made_hybrids
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.commands import plan, trials
@@ -223,20 +225,30 @@ def test_models_that_cannot_be_planned(tiny_model: Path, tmp_path: Path, capsys)
         assert command.main(words(model)) == 2
         assert "cannot read the configuration of '/" in capsys.readouterr().err
     values = json.loads((tiny_model / "config.json").read_text())
-    values |= {"layer_types": ["sliding_attention", "sliding_attention"]}
-    values |= {"use_sliding_window": True, "sliding_window": 64}
-    (tmp_path / "config.json").write_text(json.dumps(values))
-    assert command.main(words(tmp_path)) == 2
-    assert "what its layers hold is not known" in capsys.readouterr().err
+    windows = {"layer_types": ["sliding_attention", "sliding_attention"]}
+    windows |= {"use_sliding_window": True, "sliding_window": 64}
+    narrow = {"model_type": "mimo_v2_flash", "v_head_dim": 16}
+    for changes in (windows, {**narrow, "layer_types": ["full_attention"] * 2}):
+        (tmp_path / "config.json").write_text(json.dumps(values | changes))
+        assert command.main(words(tmp_path)) == 2
+        assert "what its layers hold is not known" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("make", "beside"), [(trials.make_gemma3, 9), (trials.make_lfm2, 4)]
+    ("make", "beside"),
+    [
+        (trials.make_gemma3, 9),
+        (trials.make_lfm2, 4),
+        (partial(made_hybrids.make, "gemma4_e2b"), 4),
+    ],
 )
 def test_layers_that_no_policy_bounds_are_counted(
     make, beside: int, tmp_path: Path, capsys
 ):
-    """Three groups with a window of 48 tokens, two that keep a state or save one."""
+    """Three groups with a window of 48 tokens, two that keep a state or save one.
+
+    Or two with windows in superblocks of 64 tokens, beside layers without a cache.
+    """
     lines = planned(capsys, make(tmp_path))
     pool, peak, _, *rest = lines["stock", "", ""]
     assert (pool, peak) == ("199", str(32 + beside))

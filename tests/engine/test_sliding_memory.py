@@ -11,7 +11,7 @@ from support.made_sliding import NUM_GROUPS
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
 GROUPS = {"gemma3": NUM_GROUPS, "gpt_oss": 1, "lfm2": 2}
-GROUPS |= {"gemma4_31b": 2, "gemma4_e2b": 2}
+GROUPS |= {"gemma4_31b": 2, "gemma4_e2b": 2, "mimo_v2": 2, "gemma3n": 2}
 LARGE = {**VALUES, "budget": 160, "prefill_interval": 384}
 SETTINGS = {
     "lfm2": made_hybrids.SETTINGS["lfm2"],
@@ -24,7 +24,7 @@ SETTINGS = {
 def engine(request, folders) -> Iterator[Engine]:
     kind = request.param.partition(",")[0]
     model, changes = folders(kind), SETTINGS.get(request.param, {})
-    values = LARGE if kind == "gemma4_31b" else VALUES
+    values = LARGE if kind in made_hybrids.DOUBLED else VALUES
     with Engine(model, values, max_num_batched_tokens=96, **changes) as engine:
         others = engine.scheduler.kv_policy_manager.others
         assert len(others.managers) == GROUPS[kind]

@@ -29,9 +29,10 @@ POLICIES = {
     "gpt_oss": COMMON,
     "lfm2": COMMON,
 }
-POLICIES |= {"gemma4_31b": COMMON, "gemma4_e2b": COMMON}
+POLICIES |= {"gemma4_31b": COMMON, "gemma4_e2b": COMMON, "mimo_v2": COMMON}
+POLICIES["gemma3n"] = COMMON
 # Tokens per superblock of full attention, and of the largest superblocks.
-BLOCKS = {"gemma4_31b": (64, 64), "gemma4_e2b": (32, 64)}
+BLOCKS = {"gemma4_31b": (64, 64), "gemma4_e2b": (32, 64), "mimo_v2": (64, 64)}
 LARGE = {"budget": 160, "prefill_interval": 384}
 SETTINGS = {"lfm2": made_hybrids.SETTINGS["lfm2"]}
 BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
@@ -39,7 +40,7 @@ BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
 CHUNKS = {"max_num_batched_tokens": 96, "max_model_len": 640}
 TIGHT = {**CHUNKS, "foresees": False}
 NUM_BLOCKS = {"gemma3": 72, "gpt_oss": 48, "lfm2": 60}
-NUM_BLOCKS |= {"gemma4_31b": 48, "gemma4_e2b": 48}
+NUM_BLOCKS |= {"gemma4_31b": 48, "gemma4_e2b": 48, "mimo_v2": 48, "gemma3n": 60}
 STEM = 320
 
 
@@ -92,7 +93,7 @@ def in_crowds(folders) -> Callable[..., Served]:
     @cache
     def served(kind: str, policy: str | None) -> Served:
         values = policy and {"policy": policy, **VALUES, "budget": BUDGETS[policy]}
-        if kind == "gemma4_31b" and policy == "identity":
+        if kind in made_hybrids.DOUBLED and policy == "identity":
             values |= LARGE
         jobs = jobs_of(tuple(BUDGETS), is_stock=True) * 3
         jobs = [replace(job, name=f"{n}") for n, job in enumerate(jobs)]
@@ -117,7 +118,7 @@ def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
     def served(kind: str, is_caching: bool) -> Served:
         names = POLICIES[kind]
         values: dict[str, Any] = {**VALUES, "policy": names[0], "allow": names[1:]}
-        values |= LARGE if kind == "gemma4_31b" else {}
+        values |= LARGE if kind in made_hybrids.DOUBLED else {}
         if "ams-expected" in names:
             values["policy_config"] = {"expected_window": 36}
         jobs, found = jobs_of(names), Served([], [], values)

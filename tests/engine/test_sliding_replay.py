@@ -1,13 +1,12 @@
 """Beside windows and states, answers follow from the survivors that were recorded.
 
 The replay oracle, with the models of transformers as decoders: layers of full attention
-see the recorded survivors, the others their window, and gpt-oss has learned sinks. And
-the selection oracle, which recomputes these survivors.
+see the recorded survivors, the others their window, and gpt-oss has learned sinks, as
+windows of MiMo-V2 have. And the selection oracle, which recomputes these survivors.
 """
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ import torch
 from support.engine.helpers import BLOCK, Result, config_of, one_job_each, serve
 from support.engine.oracle_replay import Mismatch, check_replay
 from support.engine.oracle_selection import Report, check_selection
-from support.made_hybrids import LATENTS, SETTINGS
+from support.made_hybrids import DOUBLED, LATENTS, SETTINGS
 from support.made_sliding import MixedDecoder
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
@@ -28,6 +27,8 @@ POLICIES = {
     "lfm2": [*COMMON, "ams-expected", "lagkv"],
     "gemma4_31b": [*COMMON, "ams-expected", "hard-snapkv"],
     "gemma4_e2b": [*COMMON, "keydiff"],
+    "mimo_v2": [*COMMON, "ams-expected", "adakv-snapkv"],
+    "gemma3n": [*COMMON, "adakv-snapkv"],
 }
 LARGE = {"budget": 112, "prefill_interval": 384}  # where superblocks have 64 tokens
 # Superblocks of pools that are too small for all; with ALWAYS requests preempt.
@@ -40,10 +41,13 @@ POOLS = {
     ("gemma4_31b", ALWAYS): 21,
     ("gemma4_31b", PRESSURE): 30,
     ("gemma4_e2b", ALWAYS): 40,
+    ("mimo_v2", ALWAYS): 21,
+    ("gemma3n", ALWAYS): 40,
 }
 # Of superblocks of 64 and 96 tokens, with room for all.
 MAMBA = {"budget": 140, "interval": 40, "prefill_interval": 384}
-SIZES = {"gemma4_31b": 64, "granite4": 96, "nemotron_h": 64, "falcon_h1": 64}
+SIZES = {"granite4": 96, "nemotron_h": 64, "falcon_h1": 64}
+SIZES |= dict.fromkeys(DOUBLED, 64)
 LATENT = {"budget": 112, "interval": 48, "prefill_interval": 160, "recent": 32}
 WINDOWS = ["ams-snapkv", "chunk-snapkv"]
 POLICIES["deepseek_v3"] = [*COMMON, "strat-tova", *WINDOWS]
@@ -62,7 +66,7 @@ def values_of(model: str, events: str) -> dict[str, Any]:
     """Return the configuration of a server with all policies of a model."""
     names = POLICIES[model]
     values = {"policy": names[0], "allow": names, "events": events, **BASE}
-    values |= LARGE if model == "gemma4_31b" else MAMBA if model in SIZES else {}
+    values |= LARGE if model in DOUBLED else MAMBA if model in SIZES else {}
     values |= LATENT if model in LATENTS else {}
     if "ams-expected" in names:
         values["policy_config"] = {"expected_window": 48}
@@ -124,9 +128,12 @@ def test_survivors_are_those_that_dense_attention_wants(
     assert report.decisions or events == PRESSURE
 
 
-def test_a_token_that_was_not_kept_is_noticed(served, decoders: Decoders) -> None:
+@pytest.mark.parametrize("model", ["gemma3", "mimo_v2"])
+def test_a_token_that_was_not_kept_is_noticed(
+    served, decoders: Decoders, model: str
+) -> None:
     """The oracle can fail: with a survivor exchanged in one layer it does."""
-    result = served("gemma3", ALWAYS)["snapkv"]
+    result = served(model, ALWAYS)["snapkv"]
     event = result.events[-1]
     kept = event.survivors[1]
     gone = sorted(set(range(event.frontier)) - set(kept.flatten().tolist()))
@@ -135,15 +142,17 @@ def test_a_token_that_was_not_kept_is_noticed(served, decoders: Decoders) -> Non
     try:
         kept[:, -32:] = gone[0]
         with pytest.raises(Mismatch):
-            check_replay(decoders("gemma3"), result)
+            check_replay(decoders(model), result)
     finally:
         kept[:] = before
 
 
-def test_answers_do_not_follow_without_sinks(served, gpt_oss: Path) -> None:
+@pytest.mark.parametrize("model", ["gpt_oss", "mimo_v2"])
+def test_answers_do_not_follow_without_sinks(folders, served, model: str) -> None:
     """The oracle can fail: with sinks that take nothing it does."""
-    decoder = MixedDecoder(gpt_oss)
-    for layer in decoder.model.model.layers:
-        layer.self_attn.sinks.data.fill_(-1e4)
+    decoder = MixedDecoder(folders(model))
+    for layer in decoder.model.modules():
+        if getattr(layer, "sinks", None) is not None:
+            layer.sinks.data.fill_(-1e4)
     with pytest.raises(Mismatch):
-        check_replay(decoder, served("gpt_oss", ALWAYS)["tova"])
+        check_replay(decoder, served(model, ALWAYS)["tova"])

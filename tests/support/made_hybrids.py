@@ -1,6 +1,6 @@
 """Writes small random models in which few layers keep all tokens.
 
-Others keep a state or a window; those of Gemma 4 have heads of another size as well.
+Others keep a state or a window, which has other heads in Gemma 4 and MiMo-V2.
 """
 
 from collections.abc import Callable
@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors.torch import load_file, save_file
 
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 from vllm_kvpolicy.commands.trials import (
     LATENT,
+    NUM_TOKENS,
     ROTATED,
+    WINDOW,
     gemma4,
     make_lfm2,
     sizes,
@@ -21,6 +24,7 @@ from vllm_kvpolicy.commands.trials import (
 
 FULL, LINEAR = "full_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+HALF = {"partial_rotary_factor": 0.5}
 QUARTER = {**ROPE, "partial_rotary_factor": 0.25}
 MAMBA2 = {
     "mamba_n_heads": 4,
@@ -120,6 +124,63 @@ def _glm4_lite() -> Any:
     return transformers.Glm4MoeLiteConfig(**{**LATENT, **heads, **kinds})
 
 
+def _gemma3n() -> Any:
+    """Return one of two decoders, the second of which reads keys of the first."""
+    kinds = ["sliding_attention", "full_attention"]
+    pattern = [kinds["wf".index(each)] for each in "wwfwwfwwwf"]
+    rope = [{**ROPE, "rope_theta": theta} for theta in (1e4, 1e6)]
+    return transformers.Gemma3nTextConfig(
+        num_hidden_layers=len(pattern),
+        layer_types=pattern,
+        num_kv_shared_layers=4,
+        sliding_window=WINDOW,
+        rope_parameters=dict(zip(kinds, rope, strict=True)),
+        hidden_size_per_layer_input=16,
+        vocab_size_per_layer_input=NUM_TOKENS,
+        laurel_rank=16,
+        activation_sparsity_pattern=[0.0] * len(pattern),
+        **sizes(tie_word_embeddings=True),
+    )
+
+
+def _mimo_v2() -> Any:
+    """Return one whose windows have twice as many KV heads, and learned sinks.
+
+    Values have the size of keys. vLLM reads other fields than Transformers.
+    """
+    pattern, sparse, heads = [0, 1, 1, 0, 1, 1], [0, 1, 1, 1, 1, 1], 8
+    thetas = {"full_attention": 5e6, "sliding_attention": 1e4}
+    read_by_vllm = {
+        "hybrid_layer_pattern": pattern,
+        "moe_layer_freq": sparse,
+        "sliding_window_size": WINDOW,
+        "swa_num_attention_heads": heads,
+        "swa_num_key_value_heads": 4,
+        "swa_head_dim": 32,
+        "swa_v_head_dim": 32,
+        "add_swa_attention_sink_bias": True,
+        "rope_theta": thetas["full_attention"],
+        "swa_rope_theta": thetas["sliding_attention"],
+        "layernorm_epsilon": 1e-5,
+        **HALF,
+    }
+    return transformers.MiMoV2FlashConfig(
+        num_hidden_layers=len(pattern),
+        layer_types=[list(thetas)[kind] for kind in pattern],
+        mlp_layer_types=[("dense", "sparse")[each] for each in sparse],
+        rope_parameters={
+            kind: {**ROPE, **HALF, "rope_theta": thetas[kind]} for kind in thetas
+        },
+        sliding_window=WINDOW,
+        v_head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        **read_by_vllm,
+        **sizes(num_attention_heads=heads),
+    )
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "granite4": _granite4,
     "nemotron_h": _nemotron_h,
@@ -129,6 +190,18 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "gemma4_e2b": _gemma4_e2b,
     "deepseek_v3": _deepseek_v3,
     "glm4_lite": _glm4_lite,
+    "mimo_v2": _mimo_v2,
+    "gemma3n": _gemma3n,
+}
+# Where full attention has superblocks of 64 tokens, since windows keep more of each.
+DOUBLED = ("gemma4_31b", "mimo_v2")
+# Of `write`: logits that are not divided by the root of a head's size are large, and
+# MiMo-V2 has no norms of queries and keys.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "gemma4_31b": {"norms": 1.2},
+    "gemma4_e2b": {"norms": 1.2},
+    "gemma3n": {"norms": 1.2},
+    "mimo_v2": {"norms": None, "sharp": 1.5},
 }
 LATENTS = ("deepseek_v3", "glm4_lite")  # whose heads share a vector per token
 # What stock vLLM needs on a CPU: its kernel there rotates queries of LFM2's shape by
@@ -136,6 +209,8 @@ LATENTS = ("deepseek_v3", "glm4_lite")  # whose heads share a vector per token
 SETTINGS: dict[str, dict[str, Any]] = {
     "gemma4_31b": {},
     "gemma4_e2b": {},
+    "mimo_v2": {},
+    "gemma3n": {},
     "lfm2": ROTATED,
     "granite4": {"enable_prefix_caching": False},
     "nemotron_h": {"enable_prefix_caching": False},
@@ -157,8 +232,11 @@ def make(name: str, path: Path) -> Path:
     if name == "lfm2":
         make_lfm2(path)
     else:
-        # Where logits are not divided by the root of a head's size, they are large.
-        norms = 1.2 if name.startswith("gemma4") else 1.5
-        write(path, FAMILIES[name](), seed=5, norms=norms)
+        write(path, FAMILIES[name](), seed=5, **WEIGHTS.get(name, {"norms": 1.5}))
+    if name == "gemma3n":
+        # vLLM's text model leaves these out; with images it adds them.
+        weights = load_file(path / "model.safetensors")
+        weights["model.embed_tokens_per_layer.weight"].zero_()
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
     write_tokenizer(path, [*SPECIAL_TOKENS, *CHARACTERS], 4096)
     return path

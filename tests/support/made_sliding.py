@@ -41,7 +41,7 @@ class MixedDecoder:
         self.num_layers, self.scale = len(own), float(first.scaling)
         self.num_heads = 1 if latent else first.k_proj.out_features // first.head_dim
         self.num_q_heads = self.model.config.num_attention_heads
-        if hasattr(first, "sinks"):
+        if getattr(first, "sinks", None) is not None:
             self.sinks = torch.stack([each.sinks.detach() for each in own]).numpy()
 
     @torch.no_grad()

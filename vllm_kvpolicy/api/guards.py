@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_kvpolicy import compat
@@ -20,6 +21,7 @@ from vllm_kvpolicy.sizes import (
     FULL,
     SLIDING,
     STATE,
+    has_other_values,
     kv_heads,
     layer_kinds,
     other_groups,
@@ -169,6 +171,12 @@ def _unlike_drafter(config: Any) -> bool:
     return is_shorter and bool(is_ragged(config))
 
 
+def _drafts_in_windows(config: Any) -> bool:
+    """Return whether a layer that drafts is of another kind than full attention."""
+    drafter = SimpleNamespace(model_config=config.speculative_config.draft_model_config)
+    return not set(layer_kinds(drafter)) <= {FULL}
+
+
 def _block_is_odd(config: Any) -> bool:
     unit = compat.block_tokens(config.model_config)
     return config.cache_config.block_size % unit != 0
@@ -245,13 +253,9 @@ def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
 
 
 def _attends_by_itself(config: Any) -> bool:
-    """Return whether layers are of classes, or have backends, of the model's own."""
-    if _is_one_of(compat.OWN_ATTENTION, config) or _text(config, "param_sink_number"):
-        return True
-    if not str(_text(config, "model_type")).startswith("mimo_v2"):
-        return False
-    values = _text(config, "v_head_dim"), _text(config, "swa_v_head_dim")
-    return any(value not in (None, _text(config, "head_dim")) for value in values)
+    """Return whether layers are of classes of the model's own."""
+    num_sinks = _text(config, "param_sink_number")
+    return bool(num_sinks) or _is_one_of(compat.OWN_ATTENTION, config)
 
 
 def _differs(config: Any) -> bool:
@@ -269,9 +273,7 @@ def _differs(config: Any) -> bool:
         return True
     other = _text(config, "attention_other_setting") or {}
     found = (
-        (_text(config, "swa_head_dim"), "head_dim"),
         (other.get("head_dim"), "head_dim"),
-        (_text(config, "swa_num_key_value_heads"), "num_key_value_heads"),
         (other.get("num_attention_groups"), "num_attention_groups"),
     )
     if any(value not in (None, _text(config, name)) for value, name in found):
@@ -299,6 +301,8 @@ def _has_other_windows(config: Any) -> bool:
     """Return whether windows are not of the size that the configuration names."""
     return (
         _text(config, "interleaved_sliding_window") is not None
+        or _text(config, "sliding_window_size")
+        not in (None, _text(config, "sliding_window"))
         or _num_sizes(_text(config, "sliding_windows")) > 1
         or (
             SLIDING in layer_kinds(config)
@@ -486,7 +490,10 @@ REFUSALS = (
     Refusal(
         "sliding windows in every layer",
         lambda config: (
-            config.cache_config.sliding_window is not None
+            (
+                config.cache_config.sliding_window is not None
+                and not _text(config, "hybrid_layer_pattern")  # which goes before it
+            )
             or set(layer_kinds(config)) == {SLIDING}
         ),
         "serve a model of which some layers attend to the whole context",
@@ -523,7 +530,7 @@ REFUSALS = (
     ),
     Refusal(
         "MTP and EAGLE with sliding-window layers or learned sinks",
-        all_of(drafts_in_layers, any_of(mixes_windows, has_sinks)),
+        all_of(drafts_in_layers, any_of(mixes_windows, has_sinks, _drafts_in_windows)),
         'set "method": "ngram" or "suffix" in --speculative-config',
     ),
     Refusal(
@@ -551,10 +558,14 @@ REFUSALS = (
         "leave out --model-impl, or serve a model with layers of full attention",
     ),
     Refusal(
-        "what measures each token ({measures_tokens}), beside layers with a state",
-        all_of(has_states, has_word_with("measures_tokens")),
-        "choose another policy: changes of hidden states are read from layers that all "
-        "attend",
+        "what measures each token ({measures_tokens}), beside layers with a state or "
+        "in Gemma 3n",
+        all_of(
+            any_of(has_states, text_has("altup_num_inputs")),
+            has_word_with("measures_tokens"),
+        ),
+        "choose another policy: changes of hidden states are read from one list of "
+        "layers that all attend",
     ),
     Refusal(
         "FlashInfer with layers that have a state, or heads of two sizes",
@@ -575,6 +586,12 @@ REFUSALS = (
         "attention layers of a model's own",
         _attends_by_itself,
         "serve a model with vLLM's own layers of full attention or sliding windows",
+    ),
+    Refusal(
+        "values of another size than keys (MiMo-V2)",
+        has_other_values,
+        "serve a model whose `v_head_dim` is its `head_dim`: for others vLLM has "
+        "backends for GPUs alone (DIFFKV), of which there is no subclass of ours",
     ),
     Refusal(
         "layers that differ in heads or head sizes",

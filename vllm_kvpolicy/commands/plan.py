@@ -27,6 +27,7 @@ from vllm_kvpolicy.sizes import (
     STATE,
     OtherGroups,
     auto_budget,
+    has_other_values,
     kv_heads,
     layer_kinds,
     max_blocks_per_request,
@@ -285,10 +286,11 @@ def _model(args: argparse.Namespace) -> Any:
         raise ValueError(
             f"cannot read the configuration of {args.model!r}: {reason[:300]}"
         ) from None
-    kinds = set(layer_kinds(SimpleNamespace(model_config=model)))
+    config = SimpleNamespace(model_config=model)
+    kinds = set(layer_kinds(config))
     odd = model.is_attention_free or bool(kinds and FULL not in kinds)
     sparse = hasattr(model.hf_text_config, "index_topk")
-    odd |= model.use_mla and (sparse or model.is_hybrid)
+    odd |= (model.use_mla and (sparse or model.is_hybrid)) or has_other_values(config)
     if odd or kinds - {FULL, SLIDING, STATE} or model.is_hybrid > (STATE in kinds):
         raise ValueError(
             f"{args.model}: what its layers hold is not known to this command, only "
@@ -313,11 +315,10 @@ def _stock(engine: Engine) -> Iterator[tuple[str, ...]]:
 
 def _whole(engine: Engine) -> list[Life]:
     """Return the lives of requests that keep all their tokens."""
+    ends = ((prompt, prompt + output) for prompt, output in engine.lengths)
     return [
         Life.without_events(prompt, end - 1, engine.block_size, engine.beside(end - 1))
-        for prompt, end in (
-            (prompt, prompt + output) for prompt, output in engine.lengths
-        )
+        for prompt, end in ends
     ]
 
 
@@ -370,13 +371,11 @@ def _pool_blocks(engine: Engine, config: KVPolicyConfig) -> int:
 
 
 def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
-    is_spread = config.spread_events
     lives = [
-        Life(
-            _footprint(engine, config, whole),
-            whole.num_tokens,
-            is_spread,
-            whole.beside,
+        replace(
+            whole,
+            footprint=_footprint(engine, config, whole),
+            is_spread=config.spread_events,
         )
         for whole in _whole(engine)
     ]
