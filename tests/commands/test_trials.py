@@ -56,7 +56,8 @@ def mixed(larger: int = 1) -> SimpleNamespace:
     text = SimpleNamespace(
         layer_types=list(trials.KINDS), model_type="gemma3_text", sliding_window=48
     )
-    shapes = [SimpleNamespace(head_size=32 * size) for size in (1, larger)]
+    heads = {"total_num_attention_heads": 4, "total_num_kv_heads": 2}
+    shapes = [SimpleNamespace(head_size=32 * size, **heads) for size in (1, larger)]
     return SimpleNamespace(
         hf_text_config=text,
         model_arch_config=shapes,
