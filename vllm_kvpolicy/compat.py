@@ -253,7 +253,7 @@ def caches_latents(model: Mapping[str, Any]) -> bool:
     Args:
         model: its config.json.
     """
-    text = model.get("text_config") or model
+    text = model.get("text_config") or model.get("language_config") or model
     is_expanded = text.get("model_type") in EXPANDED or environment_flag(
         "VLLM_MLA_DISABLE"
     )
@@ -294,6 +294,8 @@ def serve_latents(vllm_config: Any, engine_args: Any) -> None:
         cache.block_size, cache.enable_prefix_caching = LATENT_TOKENS, False
         is_chunked = engine_args.enable_chunked_prefill is not False
         vllm_config.scheduler_config.enable_chunked_prefill = is_chunked
+        tokens = engine_args.max_num_batched_tokens  # else those of the longest prompt
+        vllm_config.scheduler_config.max_num_batched_tokens = tokens
         operations = vllm_config.compilation_config.custom_ops
         if not {f"{sign}rotary_embedding" for sign in "+-"} & {*operations}:
             operations.append("-rotary_embedding")
@@ -316,12 +318,14 @@ def cuda_attention_backend(
     major = (gpu_capability() or (0, 0))[0]
     text = model.get("text_config") or model
     sizes = (text.get(name) or 0 for name in ("head_dim", "global_head_dim"))
+    has_sinks = text.get("add_swa_attention_sink_bias")  # MiMo-V2, beside windows
+    has_sinks = has_sinks or model.get("model_type") in LEARNED_SINKS
     without_flash = (
         major not in (8, 9),
         cache_dtype in FLOAT8_CACHES,
         max(sizes) > 256,
         dtype in ("float", "float32"),
-        major == 8 and model.get("model_type") in LEARNED_SINKS,
+        major == 8 and has_sinks,
     )
     if caches_latents(model):
         return "TRITON_MLA"

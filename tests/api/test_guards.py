@@ -104,19 +104,6 @@ def drafter(method="eagle3", head_size=32, max_model_len=4096, kind=FULL, **fiel
     return {"speculative_config": SimpleNamespace(**values)}
 
 
-LATENT = model(use_mla=True)
-LATENT_HEADS = named("multi-head latent attention .MLA. with what reads")
-SPARSE_LATENTS = named("multi-head latent attention with sparse")
-LATENT_BESIDE = named("multi-head latent attention with FP8")
-MIXED = layers(SLIDING, FULL)
-CHUNKED = ["chunked_attention", FULL]
-STATES = {LAYER_TYPES: ["linear_attention", FULL]}
-HYBRID = STATES | {"model_config.is_hybrid": True}
-EVENTS = SimpleNamespace(enable_kv_cache_events=True)
-FLEX = SimpleNamespace(name="FLEX_ATTENTION")
-FLASH, TRITON = (SimpleNamespace(name=f"{name}_ATTN") for name in ("FLASH", "TRITON"))
-
-
 def text(**values):
     """What a model's own configuration says, in place of the tiny model's."""
     values = {"layer_types": None, "sliding_window": None, "head_dim": 32, **values}
@@ -132,6 +119,26 @@ def mimo_v2(cached=48, **values):
     fields = {"model_type": "mimo_v2", "hybrid_layer_pattern": [0, 1, 1]}
     fields |= {"sliding_window": 48, "sliding_window_size": 48, **HEADS_OF_WINDOWS}
     return text(**{**fields, **values}) | cache(sliding_window=cached)
+
+
+def latent(**fields):
+    """A model with latent vectors."""
+    values = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, **fields}
+    return model(use_mla=True) | text(**values)
+
+
+LATENT = latent()
+OTHER_LATENTS = named("multi-head latent attention on the Transformers")
+LATENT_HEADS = named("multi-head latent attention .MLA. with what reads")
+SPARSE_LATENTS = named("multi-head latent attention with sparse")
+LATENT_BESIDE = named("multi-head latent attention with FP8")
+MIXED = layers(SLIDING, FULL)
+CHUNKED = ["chunked_attention", FULL]
+STATES = {LAYER_TYPES: ["linear_attention", FULL]}
+HYBRID = STATES | {"model_config.is_hybrid": True}
+EVENTS = SimpleNamespace(enable_kv_cache_events=True)
+FLEX = SimpleNamespace(name="FLEX_ATTENTION")
+FLASH, TRITON = (SimpleNamespace(name=f"{name}_ATTN") for name in ("FLASH", "TRITON"))
 
 
 # Row -> what switches the feature on in a finished VllmConfig.
@@ -210,8 +217,12 @@ TRIGGERS = {
     ),
     "attention-free models": model(is_attention_free=True),
     LATENT_HEADS: LATENT | policy("tova", allow=["ams-expected"]),
-    SPARSE_LATENTS: LATENT | text(index_topk=2048),
-    "multi-head latent attention beside layers with a state": LATENT | HYBRID,
+    SPARSE_LATENTS: latent(index_topk=2048),
+    OTHER_LATENTS: latent(kv_lora_rank=256),
+    "multi-head latent attention beside layers with a state": latent(
+        layer_types=["linear_attention", FULL]
+    )
+    | model(is_hybrid=True),
     LATENT_BESIDE: LATENT | FP8,
     "hierarchical sparse attention (HiSparse)": attention(hisparse_config=SET),
     "non-causal attention": attention(use_non_causal=True),
@@ -289,7 +300,9 @@ MORE_TRIGGERS = [
     ),
     (LATENT_HEADS, LATENT | RAGGED),
     (LATENT_HEADS, LATENT | policy("identity", policy_config={"ragged": True})),
-    (SPARSE_LATENTS, LATENT | text(compress_ratios=[1, 4])),
+    (SPARSE_LATENTS, latent(compress_ratios=[1, 4])),
+    (OTHER_LATENTS, LATENT | model(using_transformers_backend=lambda: True)),
+    (OTHER_LATENTS, text(kv_lora_rank=512, model_type="sarvam_mla")),
     (LATENT_BESIDE, LATENT | {"lora_config": SET}),
     (LATENT_BESIDE, LATENT | drafter()),
     ("other attention backends", LATENT | attention(backend=TRITON)),

@@ -207,6 +207,8 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
         (9, {"head_dim": 256}, "auto", "FLASH_ATTN"),
         (9, {"text_config": {"global_head_dim": 512}}, "auto", "TRITON_ATTN"),
         (9, {"text_config": {"kv_lora_rank": 512}}, "auto", "TRITON_MLA"),
+        (9, {"language_config": {"kv_lora_rank": 512}}, "auto", "TRITON_MLA"),
+        (8, {"add_swa_attention_sink_bias": True}, "auto", "TRITON_ATTN"),
         (9, {"kv_lora_rank": 256, "model_type": "minicpm3"}, "auto", "FLASH_ATTN"),
     ],
 )

@@ -221,6 +221,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         {
             **ROTATED,  # for the same reason
             "attention_backend": "CPU_MLA",
+            "max_num_batched_tokens": 2048,  # stock cuts no prompts
             "enable_prefix_caching": False,
         },
     ),

@@ -258,6 +258,22 @@ def _attends_by_itself(config: Any) -> bool:
     return bool(num_sinks) or _is_one_of(compat.OWN_ATTENTION, config)
 
 
+def _has_other_latents(config: Any) -> bool:
+    """Return whether layers have latent vectors that are not known before loading.
+
+    Or that vLLM's attention for CPUs cannot read.
+    """
+    model, rank = config.model_config, _text(config, "kv_lora_rank")
+    if not has_latents(config):
+        is_plain = _text(config, "model_type") in compat.EXPANDED
+        is_off = compat.environment_flag("VLLM_MLA_DISABLE")
+        return bool(rank) and not (is_plain or is_off)
+    sizes = rank, _text(config, "qk_rope_head_dim")
+    return model.using_transformers_backend() or (
+        not is_on_gpu(config) and sizes != (512, 64)
+    )
+
+
 def _differs(config: Any) -> bool:
     """Return whether layers of a kind differ in heads, by fields of any kind.
 
@@ -380,7 +396,8 @@ REFUSALS = (
     Refusal(
         "block sizes that the attention kernel cannot split",
         _block_is_odd,
-        "set --block-size to a multiple of 32 on CPU or of 16 on CUDA, or leave it out",
+        "set --block-size to a multiple of 32 on CPU or of 16 on CUDA and with MLA, or "
+        "leave it out",
     ),
     Refusal(
         "other attention backends",
@@ -641,6 +658,12 @@ REFUSALS = (
         "has no pages for policies",
     ),
     Refusal(
+        "multi-head latent attention on the Transformers backend, of a type that vLLM "
+        "does not count as such, or on CPUs of other sizes than 512 + 64",
+        _has_other_latents,
+        "leave out --model-impl, or serve another model",
+    ),
+    Refusal(
         "multi-head latent attention beside layers with a state",
         all_of(has_latents, on("model_config.is_hybrid")),
         "serve a model whose layers all have a KV cache",
@@ -648,7 +671,8 @@ REFUSALS = (
     Refusal(
         "multi-head latent attention with FP8 KV caches, LoRA adapters, MTP or EAGLE",
         all_of(has_latents, any_of(is_float8, has_adapters, drafts_in_layers)),
-        "leave out --kv-cache-dtype, --enable-lora and --speculative-config",
+        "leave out --enable-lora and --speculative-config, and --kv-cache-dtype, or "
+        "name the model's own dtype there where the checkpoint asks for FP8",
     ),
     Refusal(
         "hierarchical sparse attention (HiSparse)",

@@ -74,7 +74,7 @@ def _server(facts: Facts, trouble: str) -> Text:
         when = f"cut when the pool runs short, not below {budget}"
     else:
         when = f"budget {budget}, an event every {facts['interval']:,} tokens"
-    line = Text(printable(f"{facts['policy']} on {facts['model']}\n{when}"))
+    line = Text(printable(f"{facts['policy']} on {facts['model']}") + f"\n{when}")
     elsewhere = facts["all_engines"] - len(facts["engines"])
     if elsewhere > 0:
         line.append(f"; {elsewhere} engines on other hosts are not shown")
@@ -178,4 +178,4 @@ def _table(rows: Iterable[Mapping[str, Any]]) -> Table:
 
 def printable(text: str) -> str:
     """Return a text without what a terminal would obey; ids are what clients choose."""
-    return "".join(each if each.isprintable() or each == "\n" else "?" for each in text)
+    return "".join(each if each.isprintable() else "?" for each in text)

@@ -234,7 +234,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
     """
     if not layers:
         return ["no attention layers were found in the model"]
-    known = ", ".join(compat.ATTENTION_BACKENDS)
+    known = ", ".join([*compat.ATTENTION_BACKENDS, *compat.LATENT_BACKENDS])
     checks = {
         f"an attention backend other than {known}": lambda layer: (
             not hasattr(layer.attn_backend, "keys_are_columns")

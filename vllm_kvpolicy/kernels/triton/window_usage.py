@@ -180,13 +180,14 @@ def _usage(
 def _options(queries: Tensor, num_heads: int) -> dict[str, int]:
     """Return what the kernels that read keys are compiled for.
 
-    A tile of keys takes 64 KiB at most. In float32 there are no tensor cores, and more
-    than one small block of logits does not fit into registers.
+    A tile of keys takes 64 KiB at most, and the queries beside it no more. In float32
+    there are no tensor cores, and more than one small block of logits does not fit into
+    registers. Latent vectors (MLA) are as wide as 1,024 channels.
     """
     num_layers, num_q_heads, window, size = queries.shape[1:]
     width = max(16, triton.next_power_of_2(size))
     is_half = queries.dtype.itemsize == 2
-    tile = min(256, 32_768 // width) if is_half else 64
+    tile = min(256, 32_768 // width) if is_half else min(64, 16_384 // width)
     steps = max(16, triton.next_power_of_2(window))
     return {
         "LAYERS": num_layers,
@@ -196,7 +197,7 @@ def _options(queries: Tensor, num_heads: int) -> dict[str, int]:
         "SIZE": size,
         "WIDTH": width,
         "TILE": tile,
-        "STEPS": min(64 if is_half else 32, steps),
+        "STEPS": min(64 if is_half else 32, steps, max(16, 16_384 // width)),
         "num_warps": 4 if tile == 128 else 8,
     }
 
