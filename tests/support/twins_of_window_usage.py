@@ -43,7 +43,8 @@ def make_case(
     generator = torch.Generator().manual_seed(1)
     num_events, num_layers, num_heads = lengths.shape
     shape = (num_layers, num_events, window, num_heads * group, size)
-    spread = 2 * min(1, 128 / size) ** 0.5  # logits of wide heads are no larger
+    # Of wide heads more products are added, so that larger logits are rounded more.
+    spread = 2 if size <= 128 else 64 / size
     queries = (spread * torch.randn(shape, generator=generator)).to(dtype)
     shape = (*lengths.shape, num_tokens or int(lengths.max()), size)
     tokens = (2 * torch.randn(shape, generator=generator)).to(dtype)
