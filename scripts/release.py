@@ -136,6 +136,7 @@ def wrong_content(archive: Archive) -> Iterator[str]:
 def wrong_paths(archive: Archive) -> Iterator[str]:
     """Yield the paths of a machine that stand in its files, the first of each file."""
     here = [each for each in (ROOT, Path.home(), Path(sys.prefix)) if each.parts[2:]]
+    here.sort(key=lambda each: -len(str(each)))  # one may lie in another
     places = b"|".join(re.escape(str(each).encode()) for each in here)
     for name, content in archive.files.items():
         found = re.search(places, content) or MACHINE_PATH.search(content)

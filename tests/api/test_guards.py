@@ -34,6 +34,7 @@ WEIGHT_TRANSFER = named("weight transfer with a p")
 FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
 SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
 OTHER_DRAFTS = named("draft models")
+EXECUTORS = named("executors other")
 DRAFTER_BESIDE = named("MTP and EAGLE with other")
 DRAFTER_ON_GPU = named("MTP and EAGLE on GPUs")
 OTHER_KINDS = named("layers other than")
@@ -78,6 +79,7 @@ model, cache, attention, parallel = map(
     part, ("model_config", "cache_config", "attention_config", "parallel_config")
 )
 FP8 = cache(cache_dtype="fp8")
+TWO = parallel(tensor_parallel_size=2, world_size=2)
 
 
 def layers(*kinds):
@@ -161,7 +163,7 @@ TRIGGERS = {
     "data parallelism over Ray": parallel(data_parallel_backend="ray"),
     "decode context parallelism": parallel(decode_context_parallel_size=2),
     "prefill context parallelism": parallel(prefill_context_parallel_size=2),
-    "executors other than uni and mp": parallel(distributed_executor_backend="ray"),
+    EXECUTORS: parallel(distributed_executor_backend="ray"),
     "dual batch overlap": parallel(enable_dbo=True),
     "microbatches": parallel(ubatch_size=2),
     "elastic expert parallelism": parallel(enable_elastic_ep=True),
@@ -298,6 +300,7 @@ MORE_TRIGGERS = [
             parallel(tensor_parallel_size=2),
         )
     ),
+    (EXECUTORS, parallel(distributed_executor_backend="external_launcher") | TWO),
     (LATENT_HEADS, LATENT | RAGGED),
     (LATENT_HEADS, LATENT | policy("identity", policy_config={"ragged": True})),
     (SPARSE_LATENTS, latent(compress_ratios=[1, 4])),
@@ -344,6 +347,8 @@ def test_every_row_has_its_trigger():
 
 def test_a_plain_server_is_not_refused(policy_config):
     assert refusals(policy_config) == []
+    launched = parallel(distributed_executor_backend="external_launcher")
+    assert refusals(Overlay(policy_config, launched)) == []  # as TRL starts it
 
 
 @pytest.mark.parametrize(

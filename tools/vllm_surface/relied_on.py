@@ -229,11 +229,7 @@ _FORWARD = (
     "self layer query key value kv_cache attn_metadata output output_scale "
     "output_block_scale"
 )
-_FORWARD_LATENTS = (
-    "self q k_c_normed k_pe kv_cache attn_metadata output output_scale "
-    "output_block_scale quant_group_size quant_scale_ue8m0 quant_col_major "
-    "quant_tma_aligned q_dcp_replicated"
-)
+_VARLEN = "supports_dcp_with_varlen"
 _IMPL_READS = "alibi_slopes do_kv_cache_update logits_soft_cap num_kv_heads scale sinks"
 _BACKEND = {"get_builder_cls": "@staticmethod", "get_impl_cls": "@staticmethod"}
 _LAYOUTS = "@classmethod cls"
@@ -302,15 +298,22 @@ _CPU = (
 _CUDA = (
     Owner(
         "vllm.model_executor.layers.attention.mla_attention:MLAAttention",
-        {"forward_impl": _FORWARD_LATENTS},
         read=(
-            "attn_backend impl kv_cache_dtype kv_lora_rank num_heads num_kv_heads "
-            "qk_nope_head_dim qk_rope_head_dim use_sparse"
+            "attn_backend forward_impl impl kv_cache_dtype kv_lora_rank num_heads "
+            "num_kv_heads qk_nope_head_dim qk_rope_head_dim use_sparse"
         ),
     ),
     Owner(
         "vllm.model_executor.layers.attention.mla_attention:MLACommonMetadataBuilder",
-        {"build": _BUILD},
+        {"build": _BUILD, "__init__": f"{_MAKE_BUILDER} metadata_cls {_VARLEN}"},
+    ),
+    Owner(
+        "vllm.model_executor.layers.attention.mla_attention:MLACommonBackend",
+        {"get_builder_cls": "@staticmethod"},
+    ),
+    Owner(
+        "vllm.v1.attention.backends.mla.triton_mla:TritonMLAMetadataBuilder",
+        {"__init__": _MAKE_BUILDER},
     ),
     Owner(
         "vllm.v1.attention.backends.mla.cpu_mla:CPUMLABackend",

@@ -145,6 +145,13 @@ speculates = given("speculative_config")
 has_adapters = given("lora_config")
 transfers_weights = given("weight_transfer_config")
 
+
+def is_launched(config: Any) -> bool:
+    """Return whether another program starts the ranks, as TRL does."""
+    backend = config.parallel_config.distributed_executor_backend
+    return backend == "external_launcher"
+
+
 # Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
 # Tests run both; those of suffix trees are skipped where the package `arctic-inference`
 # is not installed.
@@ -439,12 +446,14 @@ REFUSALS = (
     one_only("decode context parallelism", "decode_context_parallel"),
     one_only("prefill context parallelism", "prefill_context_parallel"),
     Refusal(
-        "executors other than uni and mp",
+        "executors other than uni and mp, and external_launcher on several ranks",
         lambda config: (
             config.parallel_config.distributed_executor_backend
             not in (None, "mp", "uni")
+            and not (is_launched(config) and config.parallel_config.world_size == 1)
         ),
-        "leave out --distributed-executor-backend",
+        "leave out --distributed-executor-backend, or set --tensor-parallel-size 1: "
+        "on more ranks each would have a scheduler of its own",
     ),
     left_out("dual batch overlap", "parallel_config.enable_dbo"),
     Refusal("microbatches", several("ubatch"), "leave out --ubatch-size"),

@@ -47,9 +47,14 @@ class KVPolicyMetadataBuilderMixin:
     supports_update_block_table = False
 
     def __init__(
-        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any
+        self,
+        kv_cache_spec: Any,
+        layer_names: list[str],
+        vllm_config: Any,
+        device: Any,
+        *rest: Any,
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, *rest)
         self.kv_policy_config = server_config(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
         self._first_layer = layers[layer_names[0]]
