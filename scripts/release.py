@@ -115,11 +115,13 @@ def wrong_metadata(archive: Archive) -> Iterator[str]:
 
 def wrong_content(archive: Archive) -> Iterator[str]:
     """Yield what is missing, and what has no place in it."""
-    own = [
-        path.relative_to(ROOT).as_posix()
-        for path in sorted((ROOT / PACKAGE).rglob("*"))
-        if path.is_file() and path.suffix not in (".so", ".pyc")
-    ]
+    found = [path for path in sorted((ROOT / PACKAGE).rglob("*")) if path.is_file()]
+    files = {
+        path.relative_to(ROOT).as_posix(): path.read_bytes()
+        for path in found
+        if path.suffix not in (".so", ".pyc")
+    }
+    own = list(files)
     names = set(archive.files)
     if archive.path.suffix == ".whl":
         others = {n for n in names if not n.startswith(f"{PACKAGE}-")}
@@ -131,6 +133,8 @@ def wrong_content(archive: Archive) -> Iterator[str]:
         own += [name for name in SOURCES if not any(n.startswith(name) for n in names)]
     yield from (f"{name} is missing" for name in own if name not in names)
     yield from (f"{name} has no place in it" for name in sorted(others))
+    old = [n for n in files if n in names and archive.files[n] != files[n]]
+    yield from (f"{name} is not the checkout's: built before a change?" for name in old)
 
 
 def wrong_paths(archive: Archive) -> Iterator[str]:
@@ -177,10 +181,10 @@ def wrong_sdist(archive: Archive) -> Iterator[str]:
         if told := failure(command, Path(folder), KVPOLICY_CPU="0", KVPOLICY_CUDA="0"):
             yield told
             return
-        (built,) = map(Archive.of, Path(folder).glob("*.whl"))
-        for told in wrong_content(built):
-            if CPU_LIBRARY not in told:
-                yield f"the wheel of it: {told}"
+        for path in Path(folder).glob("*.whl"):  # one, else pip would have failed
+            for told in wrong_content(Archive.of(path)):
+                if CPU_LIBRARY not in told:
+                    yield f"the wheel of it: {told}"
 
 
 def failure(command: Sequence[str], folder: Path, **environment: str) -> str:
@@ -261,9 +265,14 @@ def main() -> int:
     """Check every archive of dist/ and say what is left; 1 where a check failed."""
     folder = ROOT / "dist"
     build_sdist(folder)
-    paths = sorted([*folder.glob("*.whl"), *folder.glob("*.tar.gz")])
-    if not any(path.suffix == ".whl" for path in paths):
-        sys.exit("release: dist/ has no wheel: run `make release`, which builds it")
+    paths = [*sorted(folder.glob("*.whl")), *sorted(folder.glob("*.tar.gz"))]
+    kinds = [path.suffix for path in paths]
+    if kinds != [".whl", ".gz"]:
+        names = ", ".join(path.name for path in paths)
+        sys.exit(
+            f"release: got {names} in dist/, expected one wheel and one sdist: empty "
+            "it and run `make release`, which builds both"
+        )
     passed = not [path for path in paths if not judge(Archive.of(path))]
     print("what we rely on in vLLM (python -m tools.vllm_surface)")
     passed &= judge_surfaces()

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.platforms.cpu import CpuPlatform
 
 from support.calibration_files import make_calibration
@@ -186,3 +187,31 @@ def test_superblocks_have_room_for_a_state(
     # Keys and values of 2 heads of 32 numbers of 4 bytes: a token of a layer.
     assert cache.block_size * 512 == cache.mamba_page_size_padded
     assert cache.block_size > 64
+
+
+@pytest.mark.parametrize("has_amx", [False, True])
+def test_latent_vectors_are_served_in_chunks(
+    has_amx: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy_log: pytest.LogCaptureFixture,
+) -> None:
+    """Stock has no chunks there, raises the tokens of a step, and may take AMX."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    model = make("deepseek_v3", tmp_path)
+    values = {"kv_policy": {**BASE, "events": "always"}}
+    fields = {"max_num_batched_tokens": 96, "block_size": 32}
+    changes = {"additional_config": values, "max_model_len": 1024, **fields}
+    args = engine_args(model, **changes)
+    made = args.create_engine_config()
+    scheduler, cache = made.scheduler_config, made.cache_config
+    assert scheduler.enable_chunked_prefill and scheduler.max_num_batched_tokens == 96
+    assert cache.block_size == compat.LATENT_TOKENS and not cache.enable_prefix_caching
+    assert "-rotary_embedding" in made.compilation_config.custom_ops
+    told = "KV policy tova: block size 16, attention backend CPU_MLA"
+    assert told in policy_log.messages
+
+    changes |= {"enable_chunked_prefill": False, "max_num_batched_tokens": 1024}
+    args = engine_args(model, **changes)
+    with pytest.raises(ValueError, match="chunked prefill"):
+        args.create_engine_config()

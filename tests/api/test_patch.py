@@ -129,6 +129,7 @@ def finished(monkeypatch, count=1, rank=0):
         parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.gpu_worker.Worker"),
         scheduler_config=SimpleNamespace(async_scheduling=True),
         cache_config=SimpleNamespace(block_size=16, sliding_window=None),
+        attention_config=SimpleNamespace(backend=None),
         model_config=None,
         num_speculative_tokens=0,
         additional_config={"kv_policy": POLICY, "other": 1},

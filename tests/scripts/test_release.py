@@ -3,6 +3,7 @@
 import re
 import shutil
 import sys
+import tarfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,6 +110,11 @@ def test_a_wheel_as_it_should_be_passes(
             "content",
             beside("vllm_kvpolicy/old.py"),
             "vllm_kvpolicy/old.py has no place in it",
+        ),
+        (
+            "content",
+            with_file("vllm_kvpolicy/plugin.py", "import", "import "),
+            "vllm_kvpolicy/plugin.py is not the checkout's: built before a change?",
         ),
         (
             "no path of a machine",
@@ -229,10 +235,17 @@ def test_a_failed_check_is_the_status(
     monkeypatch.setattr(release, "ROOT", tmp_path)
     monkeypatch.setattr(release, "build_sdist", lambda folder: None)
     monkeypatch.setattr(release, "judge_surfaces", lambda: True)
-    with pytest.raises(SystemExit, match="dist/ has no wheel"):
+    dist = tmp_path / "dist"
+    with tarfile.open(dist / f"vllm_kvpolicy-{VERSION}.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(SystemExit, match="gz in dist/, expected one wheel and one sd"):
         release.main()
-    with zipfile.ZipFile(tmp_path / "dist" / wheel.path.name, "w") as file:
-        file.writestr("a", "b")
+    for path in (dist / "vllm_kvpolicy-0.31-x.whl", dist / wheel.path.name):
+        with zipfile.ZipFile(path, "w") as file:
+            file.writestr("a", "b")
+    with pytest.raises(SystemExit, match="0.31-x.whl, .*expected one wheel"):
+        release.main()
+    (dist / "vllm_kvpolicy-0.31-x.whl").unlink()
     for problems, status in (([], 0), (["it is blue"], 1)):
         check = {"colour": lambda archive, told=problems: iter(told)}
         monkeypatch.setattr(release, "CHECKS", check)

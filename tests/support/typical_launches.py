@@ -225,13 +225,14 @@ def _until_attention() -> None:
 
 def _window_usage() -> None:
     for dtype in DTYPES:
-        for head_dim, group, window in ((128, 4, 32), (64, 1, 8), (256, 8, 64)):
+        shapes = (8, 128, 4, 32), (8, 64, 1, 8), (8, 256, 8, 64), (1, 576, 128, 64)
+        for heads, head_dim, group, window in shapes:  # the last of latents (MLA)
             pool = empty(2**17, 16, 2 * head_dim, dtype=dtype)[..., :head_dim]
-            keys = PagedTokens([pool] * 32, empty(4, 32, 8, 160), 2560)
-            queries = empty(4, 32, 8 * group, window, head_dim, dtype=dtype)
-            sink_logits = float32(32, 8 * group)
+            keys = PagedTokens([pool] * 32, empty(4, 32, heads, 160), 2560)
+            queries = empty(4, 32, heads * group, window, head_dim, dtype=dtype)
+            sink_logits, held = float32(32, heads * group), empty(4, 32, heads)
             for given in ((None, None), (0.9, None), (None, sink_logits)):
-                window_usage.window_usage(queries, keys, empty(4, 32, 8), 0.1, *given)
+                window_usage.window_usage(queries, keys, held, 0.1, *given)
 
 
 LAUNCHES: tuple[Callable[[], None], ...] = (

@@ -1,5 +1,6 @@
 """Layers whose heads share latent vectors: pages, windows, and what watches them."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,8 +52,7 @@ def test_a_window_is_saved_whole_and_read_in_the_space_of_latents() -> None:
     layers, caches = made_layers(), torch.randn(LAYERS, BLOCKS, 1, SIZE, WIDTH)
     before = caches.clone()
     device = torch.device("cpu")
-    windows = QueryWindows(ROWS, 8, device)
-    windows.turn = lambda saved: in_latent_space(layers, saved)
+    windows = QueryWindows(ROWS, 8, device, turn=partial(in_latent_space, layers))
     windows.bind(PagePool(list(caches), keys_are_columns=False, value_dim=LATENT))
     common: Any = SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 2, 5]))
     capture = WindowCapture("b", (5, 2), 1, 0, 2)

@@ -95,7 +95,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
         # Other refusals read a VllmConfig that only a known version is sure to have.
         _refuse(config, machine_refusals())
         _tell_evidence()
-        _choose(engine_args, config)
+        _choose(engine_args)
     return config
 
 
@@ -128,6 +128,7 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         vllm_config.instance_id = server_name(unique, config)
         remove_stale_files_at_exit()
         if compat.is_first_process(engine_args):
+            _tell_chosen(vllm_config, config)
             remove_files_at_exit(vllm_config.instance_id)
             check_files(config, vllm_config)
 
@@ -238,7 +239,7 @@ def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:
     scheduler.scheduler_cls = classes[bool(scheduler.async_scheduling)]
 
 
-def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
+def _choose(engine_args: Any) -> None:
     """Choose what the user left open and a policy depends on."""
     overrides = engine_args.hf_overrides or {}
     if isinstance(overrides, dict) and "architectures" not in overrides:
@@ -257,13 +258,19 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         dtypes = str(engine_args.dtype), engine_args.kv_cache_dtype
         chosen_name = compat.cuda_attention_backend(model, *dtypes)
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
+
+
+def _tell_chosen(vllm_config: Any, config: KVPolicyConfig) -> None:
+    """Say what attention and compaction run with."""
+    backend = vllm_config.attention_config.backend
     logger.info(
         "KV policy %s: block size %s, attention backend %s",
         config.policy,
-        engine_args.block_size,
-        engine_args.attention_backend or "chosen by the platform",
+        vllm_config.cache_config.block_size,
+        "chosen by the platform" if backend is None else backend.name,
     )
-    logger.info("KV policy kernels: %s", preferences.summary(platform))
+    kernels = preferences.summary(compat.platform_name())
+    logger.info("KV policy kernels: %s", kernels)
 
 
 def _serve_as_full_attention(vllm_config: Any) -> None:

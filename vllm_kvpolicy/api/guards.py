@@ -146,10 +146,16 @@ has_adapters = given("lora_config")
 transfers_weights = given("weight_transfer_config")
 
 
-def is_launched(config: Any) -> bool:
-    """Return whether another program starts the ranks, as TRL does."""
-    backend = config.parallel_config.distributed_executor_backend
-    return backend == "external_launcher"
+def has_other_executor(config: Any) -> bool:
+    """Return whether the ranks run in ways that a policy is not served in.
+
+    `external_launcher`, by which TRL starts them, is like `uni` where there is one.
+    """
+    parallel = config.parallel_config
+    served = {None, "mp", "uni"}
+    if parallel.world_size == 1:
+        served.add("external_launcher")
+    return parallel.distributed_executor_backend not in served
 
 
 # Methods of vLLM that draft from tokens alone, of the request and of earlier answers.
@@ -447,11 +453,7 @@ REFUSALS = (
     one_only("prefill context parallelism", "prefill_context_parallel"),
     Refusal(
         "executors other than uni and mp, and external_launcher on several ranks",
-        lambda config: (
-            config.parallel_config.distributed_executor_backend
-            not in (None, "mp", "uni")
-            and not (is_launched(config) and config.parallel_config.world_size == 1)
-        ),
+        has_other_executor,
         "leave out --distributed-executor-backend, or set --tensor-parallel-size 1: "
         "on more ranks each would have a scheduler of its own",
     ),

@@ -272,7 +272,8 @@ def trial_checks(
                 backend = compat.cuda_attention_backend(config_json, dtype, cache)
                 settings.setdefault("attention_backend", backend)
             elif compat.caches_latents(config_json):
-                settings |= {"attention_backend": "CPU_MLA", "block_size": 16}
+                settings["attention_backend"] = "CPU_MLA"
+                settings["block_size"] = compat.LATENT_TOKENS
             found = checks(model, dtype, config, say, settings, trial.kinds)
             for check in found:
                 yield replace(check, name=f"{dtype}, {check.name}")

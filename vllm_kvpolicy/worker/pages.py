@@ -290,7 +290,7 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
     views = (pool.keys,) if pool.is_latent else (pool.keys, pool.values)
     wrote_here = all(
         torch.equal(view[index][pages, -1].view(layer.kv_cache.dtype), part[0])
-        for view, part in zip(views, expected, strict=False)
+        for view, part in zip(views, expected[: len(views)], strict=True)
     )
     layer.kv_cache[-1].zero_()
     if not wrote_here:

@@ -468,11 +468,10 @@ def _captures(
     vllm_config, captures = model.vllm_config, list[Capture]()
     if needs.window_tokens:
         tokens, is_captured = model.step_tokens, compat.captures_attention(vllm_config)
-        rows = query_rows(vllm_config)
-        windows = QueryWindows(rows, tokens, model.device, is_captured)
-        if is_latent(model.layers[0]):
-            windows.turn = partial(in_latent_space, model.layers)
-        captures.append(windows)
+        sizes = query_rows(vllm_config), tokens, model.device, is_captured
+        is_turned = is_latent(model.layers[0])
+        turn = partial(in_latent_space, model.layers) if is_turned else None
+        captures.append(QueryWindows(*sizes, turn))
     if needs.signals:
         with refused_for(policies, TokenSignals.serves):
             signals = TokenSignals(needs.signals, model)

@@ -180,14 +180,15 @@ def _usage(
 def _options(queries: Tensor, num_heads: int) -> dict[str, int]:
     """Return what the kernels that read keys are compiled for.
 
-    A tile of keys takes 64 KiB at most, and the queries beside it no more. In float32
-    there are no tensor cores, and more than one small block of logits does not fit into
-    registers. Latent vectors (MLA) are as wide as 1,024 channels.
+    A tile of keys and the queries beside it fit into the 99 KiB of shared memory that
+    smaller cards have: of more than 128 channels a part is read at a time, as of latent
+    vectors (MLA), 576. In float32 there are no tensor cores, and more than one small
+    block of logits does not fit into registers.
     """
     num_layers, num_q_heads, window, size = queries.shape[1:]
-    width = max(16, triton.next_power_of_2(size))
+    width = max(16, triton.next_power_of_2(size)) if size <= 128 else 64
     is_half = queries.dtype.itemsize == 2
-    tile = min(256, 32_768 // width) if is_half else min(64, 16_384 // width)
+    tile = (256 if size <= 64 else 128) if is_half else 64
     steps = max(16, triton.next_power_of_2(window))
     return {
         "LAYERS": num_layers,
@@ -197,7 +198,7 @@ def _options(queries: Tensor, num_heads: int) -> dict[str, int]:
         "SIZE": size,
         "WIDTH": width,
         "TILE": tile,
-        "STEPS": min(64 if is_half else 32, steps, max(16, 16_384 // width)),
+        "STEPS": min(64 if is_half else 32, steps),
         "num_warps": 4 if tile == 128 else 8,
     }
 
@@ -211,7 +212,8 @@ def _open(
 ):  # fmt: skip
     """Read a tile of keys: length of the row, tokens, keys, first query head.
 
-    Keys are [TILE, WIDTH], zero past the row's length and past the head's size.
+    Keys are [TILE, WIDTH], zero past the row's length and past the head's size; beside
+    them is where their tokens [TILE] are, for channels from WIDTH on.
     """
     queries += row // (LAYERS * HEADS) * q_event + row // HEADS % LAYERS * q_layer
     queries += row % HEADS * GROUP * q_head
@@ -221,22 +223,33 @@ def _open(
     page = tl.load(pages + row * num_pages + token // page_size, held, other=0)
     slot = (token % page_size).to(tl.int64)
     size = tl.arange(0, WIDTH).to(tl.int64)
-    place = (page * k_page + slot * k_slot)[:, None] + (size * k_size)[None, :]
+    place = pool + page * k_page + slot * k_slot
     mask = held[:, None] & (size < SIZE)[None, :]
-    return length, token, tl.load(pool + place, mask, other=0.0), queries
+    keys = tl.load(place[:, None] + (size * k_size)[None, :], mask, other=0.0)
+    return length, token, (keys, place), queries
 
 
 @triton.jit
 def _logits(
-    keys, queries, q_step, q_size, scale, step, token, length,
+    keys, k_size, queries, q_step, q_size, scale, step, token, length,
     WINDOW: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Return [TILE, STEPS] of one query head, as `window_logits` makes them."""
+    part, tokens = keys
     size = tl.arange(0, WIDTH).to(tl.int64)
-    place = (size * q_size)[:, None] + (step.to(tl.int64) * q_step)[None, :]
-    mask = (size < SIZE)[:, None] & (step < WINDOW)[None, :]
-    columns = tl.load(queries + place, mask, other=0.0)
-    logits = tl.dot(keys, columns, input_precision="ieee") * scale
+    queries += step.to(tl.int64) * q_step
+    asked = step < WINDOW
+    mask = (size < SIZE)[:, None] & asked[None, :]
+    columns = tl.load(queries[None, :] + (size * q_size)[:, None], mask, other=0.0)
+    logits = tl.dot(part, columns, input_precision="ieee")
+    for first in range(WIDTH, SIZE, WIDTH):
+        size = first + tl.arange(0, WIDTH).to(tl.int64)
+        mask = (token < length)[:, None] & (size < SIZE)[None, :]
+        part = tl.load(tokens[:, None] + (size * k_size)[None, :], mask, other=0.0)
+        mask = (size < SIZE)[:, None] & asked[None, :]
+        columns = tl.load(queries[None, :] + (size * q_size)[:, None], mask, other=0.0)
+        logits = tl.dot(part, columns, logits, input_precision="ieee")
+    logits *= scale
     used = tl.minimum(tl.maximum(length - 1, 1), WINDOW)
     in_window = (step >= WINDOW - used) & (step < WINDOW)
     newest = tl.where(in_window, length - WINDOW + step, -1)
@@ -269,7 +282,7 @@ def _softmax_of_tiles(
         for first in range(0, WINDOW, STEPS):
             step = first + tl.arange(0, STEPS)
             logits = _logits(
-                keys, queries, q_step, q_size, scale, step, token, length,
+                keys, k_size, queries, q_step, q_size, scale, step, token, length,
                 WINDOW, SIZE, WIDTH,
             )  # fmt: skip
             most = tl.maximum(tl.max(logits, 0), LOWEST)
@@ -346,7 +359,7 @@ def _usage_of_tiles(
         for first in range(0, WINDOW, STEPS):
             step = first + tl.arange(0, STEPS)
             logits = _logits(
-                keys, queries, q_step, q_size, scale, step, token, length,
+                keys, k_size, queries, q_step, q_size, scale, step, token, length,
                 WINDOW, SIZE, WIDTH,
             )  # fmt: skip
             most = tl.load(highest + here + step, step < WINDOW, other=0.0)
@@ -394,7 +407,7 @@ def _weights_of_tiles(
     most = tl.full((STEPS,), LOWEST, tl.float32)
     for _ in range(GROUP):
         logits = _logits(
-            keys, queries, q_step, q_size, scale, step, token, length,
+            keys, k_size, queries, q_step, q_size, scale, step, token, length,
             WINDOW, SIZE, WIDTH,
         )  # fmt: skip
         best = tl.maximum(best, logits)

@@ -45,6 +45,8 @@ class QueryWindows(Capture):
         step_tokens: most tokens of a step, padding included.
         is_captured: the attention of a step may be the replay of a graph, which then
             has to contain the saving of queries, whether any are planned or not.
+        turn: what saved queries [L, M, ...] become when they are read, [L, M, Hq, D];
+            None where they are read as they were saved.
     """
 
     holds = "places of queries"
@@ -54,9 +56,6 @@ class QueryWindows(Capture):
         return needs.window_tokens > 0
 
     pool: PagePool
-    # What saved queries [L, M, ...] become when they are read, [L, M, Hq, D]; None for
-    # what they are.
-    turn: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -64,10 +63,11 @@ class QueryWindows(Capture):
         step_tokens: int,
         device: torch.device,
         is_captured: bool = False,
+        turn: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         shape = (step_tokens, num_parts)
         self.targets = torch.full(shape, UNWANTED, dtype=torch.int64, device=device)
-        self.nbytes = self.targets.nbytes
+        self.nbytes, self._turn = self.targets.nbytes, turn
         self._is_captured, self._is_planned = is_captured, False
         self._lent: dict[str, tuple[int, ...]] = {}  # superblocks with queries
 
@@ -155,8 +155,8 @@ class QueryWindows(Capture):
         """
         saved = self.pool.read_vectors(rows.flatten()).flatten(1).view(self.pool.dtype)
         shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)
-        if self.turn is not None:
-            saved = self.turn(saved.view(len(saved), len(rows) * window_tokens, -1))
+        if self._turn is not None:
+            saved = self._turn(saved.view(len(saved), len(rows) * window_tokens, -1))
         return saved.view(shape).permute(1, 0, 3, 2, 4)
 
     def _rows(self, blocks: np.ndarray, part: np.ndarray) -> np.ndarray:
