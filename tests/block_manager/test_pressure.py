@@ -345,6 +345,30 @@ def test_an_urgent_request_enters_while_others_are_cut(
     assert "r6" not in {name for name, _, _ in run.events}
 
 
+@pytest.mark.parametrize(("policy", "window"), [("tova", 1), ("ams-tova", 32)])
+def test_an_urgent_request_waits_as_long_as_a_cut_takes(
+    policy: str, window: int, model_config: ModelConfig
+) -> None:
+    """A window of queries and some steps; after that others are preempted.
+
+    Where they were cut just now, they would not be cut again for an interval's part.
+    """
+    values = {**MIX.policy, "policy": policy, "interval": 128}
+    changes = {"priorities": True, "max_num_seqs": 16, "max_batched": 256}
+    scenario = replace(MIX, policy=values, longest=1024, **changes)
+    num_late = 0
+    for seed in range(8):
+        rng = random.Random(seed)
+        prompts = [rng.randrange(40, 300) for _ in range(12)] + [90]
+        answers = [rng.randrange(200, 600) for _ in range(12)] + [20]
+        step = rng.randrange(100, 350)
+        run = serve(scenario, model_config, prompts, answers, urgent={12: step})
+        wait = run.first["r12"] - step
+        assert wait <= window + 8
+        num_late += wait > 2
+    assert num_late > 1, "there was room without any cut"
+
+
 def hindsight(run: Run, last: dict[str, int], floor: int, pool: int) -> int:
     """Return the tokens that have to be dropped, by one who knows all ends.
 

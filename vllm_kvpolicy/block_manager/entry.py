@@ -95,6 +95,8 @@ class Entry:
     # Tokens not computed because nobody was preempted, before this step and in it.
     _num_lost: int = 0
     _num_waiting: int = 0
+    # Who waits for others to be cut, and since which step.
+    _first: tuple[str, int] = "", 0
     # By request, how many steps in a row it has sat out.
     _waits: dict[str, int] = field(default_factory=dict)
     # What each request misses until its next event or end, and how many steps that
@@ -172,7 +174,7 @@ class Entry:
                     num_new = min(num_new, state.target - computed)
                     levels, offset = self._levels(request, state, computed, num_new)
                     may_enter = self._fits_by_floors(request, state, levels)
-                if may_enter:
+                if may_enter and self._waits_for_cuts(request_id):
                     leaving = NOBODY  # less urgent ones are cut instead
                 elif leaving:
                     may_enter = self._fits_by_floors(request, state, levels, leaving)
@@ -191,6 +193,17 @@ class Entry:
             shared = self.shared.of(request_id)
             self._claim.make(request, shared.loose + shared.pinned, leaving)
         return num_new
+
+    def _waits_for_cuts(self, request_id: str) -> bool:
+        """Return whether cuts may still make room for a request in time.
+
+        As long as one takes that is called for as soon as the request is there. After
+        that vLLM preempts less urgent ones, as it does without a policy.
+        """
+        step = self.forecast.step
+        if self._first[0] != request_id:
+            self._first = request_id, step
+        return step - self._first[1] <= self.pressure.lead_steps
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
         """Book a running request anew where it is not where it was expected."""
