@@ -58,6 +58,9 @@ def test_a_missing_file_is_named_with_its_key(policy_config, tmp_path, policy):
     message = str(error.value)
     assert message.startswith(f"qfilter_calibration: calibration {path}: got No such")
     assert message.endswith("expected a safetensors file") and "\n" not in message
+    path.mkdir()
+    with pytest.raises(ValueError, match="got a folder, expected a safetensors file"):
+        check_files(asked, policy_config)
 
 
 def test_a_file_of_another_model_is_refused(policy_config, filters):

@@ -159,7 +159,8 @@ def read(
             tensors = {name: file.get_tensor(name) for name in names}
             return file.metadata() or {}, tensors
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{kind} {path}: got {error}, expected {valid}") from None
+        got = "a folder" if Path(path).is_dir() else error
+        raise ValueError(f"{kind} {path}: got {got}, expected {valid}") from None
 
 
 def read_json(kind: str, path: Path, valid: str) -> Any:
