@@ -155,6 +155,11 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{name}: {given.seconds} s of traffic{page}", flush=True)
                 rows.append([name, *play(server, given.seconds).cells])
     print(f"\n{table([HEAD, *rows])}")
+    print(
+        "Without room stock preempts requests and computes them again; a policy cuts "
+        "the longest.\nTo compute this small model again costs little, and other work "
+        "on the machine changes\nboth rows: README.md has what a large one gains."
+    )
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +25,7 @@ CPU_KV_CACHE_BYTES = 512 * 1024**2
 MAX_MODEL_TOKENS = 4096
 MIN_INTERVAL = 64  # tokens between events, so that a short answer has some
 POLL_SECONDS = 0.25
+GRACE_SECONDS = 10  # that an interrupted server has to end by itself
 LAST_PORT = 2**16 - 1
 ARGUMENTS = "SERVE_ARGUMENTS"  # more arguments of `vllm serve`, as one text
 # What a shell takes as one piece; or a `{` that begins a word or the value of --key=.
@@ -356,22 +357,44 @@ def fetch_pretrained() -> str:
     return done.stdout.splitlines()[-1]
 
 
-def wait_and_explain(options: argparse.Namespace, server_pid: int) -> None:
-    """Wait until the server answers and print how to call it; stop if it ends.
+def attend(options: argparse.Namespace, server_pid: int) -> None:
+    """Print how to call the server once it answers, and end it if Ctrl-C does not.
+
+    After Ctrl-C vLLM stops its engine, and then waits for every client that holds a
+    connection open.
 
     Args:
         server_pid: process id of the server, our parent.
     """
+    stopped: list[float] = []
+    signal.signal(signal.SIGINT, lambda *given: stopped.append(time.monotonic()))
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
-    root = f"http://{host}:{options.port}"
+    root, is_ready = f"http://{host}:{options.port}", False
     while os.getppid() == server_pid:
-        try:
-            urllib.request.urlopen(f"{root}/health", timeout=2)
-        except (urllib.error.URLError, OSError):
-            time.sleep(POLL_SECONDS)
-            continue
-        print(how_to_call(options, root, chosen_floor(root)), flush=True)
-        return
+        if stopped and time.monotonic() > stopped[0] + GRACE_SECONDS:
+            print("a client keeps its connection open: ending the server", flush=True)
+            os.kill(server_pid, signal.SIGKILL)
+            return
+        if not is_ready and not stopped and listens(server_pid, int(options.port)):
+            with suppress(OSError):
+                urllib.request.urlopen(f"{root}/health", timeout=2)
+                print(how_to_call(options, root, chosen_floor(root)), flush=True)
+                is_ready = True
+        time.sleep(POLL_SECONDS)
+
+
+def listens(server_pid: int, port: int) -> bool:
+    """Return whether a process or one that it has started listens on a port."""
+    import psutil
+
+    with suppress(psutil.Error):
+        server = psutil.Process(server_pid)
+        for process in (server, *server.children(recursive=True)):
+            with suppress(psutil.Error):
+                found = process.net_connections("tcp")
+                if any(c.status == "LISTEN" and c.laddr.port == port for c in found):
+                    return True
+    return False
 
 
 def chosen_floor(root: str) -> str:
@@ -502,7 +525,7 @@ def main() -> int:
     print(silent, flush=True)
     server_pid = os.getpid()
     if os.fork() == 0:
-        wait_and_explain(options, server_pid)
+        attend(options, server_pid)
         return 0
     os.chdir(ROOT)
     os.execv(command[0], command)

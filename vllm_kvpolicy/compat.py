@@ -212,6 +212,13 @@ def gpu_capability() -> tuple[int, int] | None:
     return None if found is None else (found.major, found.minor)
 
 
+def device_memory() -> int:
+    """Return the bytes of this machine's device, whoever uses them."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
 def device_name() -> str:
     """Return the name of this machine's device, as its driver tells it."""
     from vllm.platforms import current_platform
@@ -404,9 +411,3 @@ def captures_attention(vllm_config: Any) -> bool:
     """
     mode = vllm_config.compilation_config.cudagraph_mode
     return bool(mode) and mode.has_full_cudagraphs()
-
-
-def padded_rows(vllm_config: Any) -> int:
-    """Return the most requests of a batch, padding for graphs included."""
-    padded = vllm_config.compilation_config.max_cudagraph_capture_size or 0
-    return max(vllm_config.scheduler_config.max_num_seqs, padded)

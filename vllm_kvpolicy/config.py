@@ -374,8 +374,8 @@ class KVPolicyConfig:
         given = with_server_options(given)
         if "policy" not in given:
             raise ValueError(
-                f"policy: missing (got {_listed(given) or 'no keys'}), expected "
-                f"{grammar()}"
+                f"policy: missing (got {_listed(given) or 'no keys'}), expected as "
+                f"--kv-policy {grammar()}"
             )
         options = given.get("policy_config", {})
         _check_type("policy_config", options, Mapping, "a mapping of options")

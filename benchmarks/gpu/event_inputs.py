@@ -139,12 +139,15 @@ def make_enter_requests(size: Size, draw: Draw) -> Arguments:
 
 
 def make_enter_page_lists(size: Size, draw: Draw) -> Arguments:
-    """Some rows of tables that are wider than the lists."""
+    """Lists of some requests, at some of the superblocks."""
     slots, cells = 4 * size.events, heads_of(size) * blocks_of(size)
+    blocks = 2 * size.events * blocks_of(size)
+    dest = draw.order(blocks)[: size.events * blocks_of(size)]
     return {
-        "table_pages": draw.integers(0, 9, slots, cells + 7).int(),
+        "table_pages": draw.integers(0, 9, blocks, heads_of(size)).int(),
         "table_first": draw.integers(0, 9, slots, heads_of(size) + 1).int(),
         "index": draw.order(slots)[: size.events],
+        "dest": dest.view(size.events, -1),
         "first": starts(quotas(size, draw)),
         "pages": draw.integers(0, 2**30, size.events, cells),
     }

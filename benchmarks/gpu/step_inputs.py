@@ -54,6 +54,7 @@ def make_head_page_tables(size: Size, draw: Draw) -> Arguments:
     counts[0] = 0
     first = torch.nn.functional.pad(counts.cumsum(-1), (1, 0))
     changed = draw.order(batch)[: batch // 2]
+    owned = draw.order(slots * (2 * most + 1)).int().view(slots, -1)
     shape = size.layers, batch, size.heads
     return {
         "tables": draw.integers(0, 2**20, *shape, columns).int(),
@@ -63,7 +64,8 @@ def make_head_page_tables(size: Size, draw: Draw) -> Arguments:
         "blocks": draw.integers(0, 2**20, batch, columns + 3).int(),
         "skip": draw.integers(0, columns, slots).int(),
         "pinned": draw.integers(0, 3, slots).int(),
-        "pages": draw.integers(0, 2**30, slots, int(first.max()) + 1).int(),
+        "global_blocks": owned,
+        "pages": draw.integers(0, 2**30, owned.numel(), num_heads).int(),
         "first": first.int(),
         "own_page": draw.integers(0, 2**20, num_heads),
         "stride": size.heads,

@@ -179,13 +179,8 @@ class HeadPages:
         )
         self.requests = RequestTable(case.requests, self.num_dest, case.page, device)
         block = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        tables = HeadTables(
-            case.requests,
-            self.num_dest,
-            pool.own_pages(block).flatten(),
-            case.heads,
-            device,
-        )
+        own = pool.own_pages(block).flatten()
+        tables = HeadTables(self.requests, num_blocks, own, case.heads)
         room = FoldedTables(case.layers, case.heads, 0, 0, device)
         self.tier = RaggedTier(self.requests, pool, tables, room)
         self.folder = self.tier.folder

@@ -194,8 +194,38 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
     policy = {"kv_policy": POLICY}
     args = engine_args(tiny_model, dtype=dtype, additional_config=policy)
     engine_config.prepare(args)
-    assert args.block_size == 16
+    assert args.block_size == 16 and args.max_num_seqs is None
     assert args.attention_backend.name == expected
+    monkeypatch.setattr(engine_config, "_most_requests", lambda *given: 77)
+    for given, most in ((None, 77), (99, 99)):  # a user's own number stays
+        policy = {"kv_policy": {**POLICY, "policy": "adakv-snapkv"}}
+        args = engine_args(tiny_model, additional_config=policy, max_num_seqs=given)
+        engine_config.prepare(args)
+        assert args.max_num_seqs == most
+
+
+LLAMA = {"num_hidden_layers": 32, "num_key_value_heads": 8, "num_attention_heads": 32}
+
+
+@pytest.mark.parametrize(
+    ("memory", "device", "longest", "ranks", "most"),
+    [
+        (80, "H100", 131_072, 1, 256),  # 8 MiB each, vLLM's default is 1,024
+        (80, "H100", 32_768, 1, None),
+        (80, "H100", 131_072, 8, None),
+        (80, "A100-SXM4-80GB", 131_072, 1, None),  # its default is 256
+        (24, "L4", 131_072, 1, 64),
+        (24, "L4", None, 1, 32),  # as long as the model's positions
+    ],
+)
+def test_page_lists_of_a_step_have_room(
+    monkeypatch, memory, device, longest, ranks, most
+):
+    monkeypatch.setattr(compat, "device_memory", lambda: memory * 2**30)
+    monkeypatch.setattr(compat, "device_name", lambda: f"NVIDIA {device}")
+    asked = {"block_size": 16, "tensor_parallel_size": ranks, "max_model_len": longest}
+    model = {"text_config": {**LLAMA, "max_position_embeddings": 262_144}}
+    assert engine_config._most_requests(SimpleNamespace(**asked), model) == most
 
 
 @pytest.mark.parametrize(

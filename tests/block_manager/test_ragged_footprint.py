@@ -65,7 +65,7 @@ def page_quota(
 ) -> torch.Tensor:
     """Return [n] pages per head, by the worker's own tier."""
     pool = PagePool(torch.zeros(LAYERS, 2, HEADS, block_size, 2).unbind(), False)
-    tier = make_tier(True, RequestTable(1, 1, block_size, CPU), pool, 1)
+    tier = make_tier(True, RequestTable(1, 1, block_size, CPU), pool)
     held = HeldPages(
         pages=torch.zeros(1, NUM_HEADS, 1, dtype=torch.int64),
         num_pages=torch.full((1, NUM_HEADS), len(event.source_blocks)),

@@ -148,9 +148,9 @@ def test_what_policies_keep_per_page_comes_off_the_pool(
     more: tuple[str, ...], of_page: int, tiny_model: Path, capsys
 ):
     lines = planned(capsys, tiny_model, *more)
-    # 4 heads' lists of at most 288 tokens, in int32, of 256 requests and one more.
-    used = 257 * 4 * (4 * -(-(256 + N - 1) // N) + 5)
-    expected = (200 * SUPERBLOCK - used) // (SUPERBLOCK + 4 * of_page) - 1
+    # In int32 the starts of 4 heads' lists, of 256 requests and one more, and ids.
+    used = 257 * 4 * 5
+    expected = (200 * SUPERBLOCK - used) // (SUPERBLOCK + 4 * (of_page + 4)) - 1
     assert lines[more[1], "256", "128"][0] == str(expected)
 
 

@@ -58,9 +58,11 @@ def test_folded_attention_is_float32_on_what_heads_hold(
 def test_pages_change_layers_and_heads(config: Any) -> None:
     scene = make(config)
     folder = scene.runtime.tier.folder
-    slot = scene.runtime.requests.row_of[str(NUMBER)]
+    requests = scene.runtime.requests
+    slot = requests.row_of[str(NUMBER)]
     first = folder.lists.first[slot]
-    pages = folder.lists.pages[slot, : int(first[-1])]
+    blocks = requests.global_blocks[slot].long()
+    pages = folder.lists.pages[blocks].flatten()[: int(first[-1])]
     lists = pages.split(first.diff().tolist())
     layers = [pages // (scene.num_blocks * SHAPE.heads) for pages in lists]
     heads = [pages % SHAPE.heads for pages in lists]

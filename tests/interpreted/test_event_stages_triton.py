@@ -48,10 +48,11 @@ def test_enter_requests_and_lists() -> None:
     tables += [tables[1] + 1, tables[1] + 2]
     numbers = dest[:, 0], dest[:, 1]
     check_tables(enter_requests, tables, index, dest, *numbers, last=True)
-    quota = integers(0, 5, (EVENTS, NUM_HEADS), by)
-    pages = order(99, (EVENTS, 30), by)
-    tables = [integers(0, 9, (SLOTS, size), by).int() for size in (40, NUM_HEADS + 1)]
-    check_tables(enter_page_lists, tables, index, first_of(quota), pages)
+    quota = integers(0, DEST, (EVENTS, NUM_HEADS), by)
+    pages = order(99, (EVENTS, DEST * NUM_HEADS), by)
+    shapes = (BLOCKS, NUM_HEADS), (SLOTS, NUM_HEADS + 1)
+    tables = [integers(0, 9, shape, by).int() for shape in shapes]
+    check_tables(enter_page_lists, tables, index, dest, first_of(quota), pages)
 
 
 @pytest.mark.parametrize("tokens", [5, 300, 8200])

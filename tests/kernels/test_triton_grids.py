@@ -32,8 +32,9 @@ def moves() -> None:
 
 def page_lists() -> None:
     """Enter page lists as long as lists of tokens."""
-    lists = empty(EVENTS), empty(EVENTS, HEADS + 1), empty(EVENTS, PLACES)
-    page_tables.enter_page_lists(int32(4, PLACES), int32(4, HEADS + 1), *lists)
+    dest = empty(EVENTS, PLACES // HEADS)
+    lists = empty(EVENTS), dest, empty(EVENTS, HEADS + 1), empty(EVENTS, PLACES)
+    page_tables.enter_page_lists(int32(4, HEADS), int32(4, HEADS + 1), *lists)
 
 
 def memory() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -317,3 +318,43 @@ def test_the_log_has_errors_and_what_the_policy_says(monkeypatch, capsys):
         serve.choose_log(options)
         assert options.extra == more and not capsys.readouterr().out
         assert "VLLM_LOGGING_CONFIG_PATH" not in os.environ
+
+
+def test_only_a_server_of_our_own_is_ready() -> None:
+    """Another one that listens on the port would have its address printed as ours."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert serve.listens(os.getpid(), port)
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as other:
+            assert not serve.listens(other.pid, port)
+            other.communicate(b"\n")
+    assert not serve.listens(os.getpid(), port)
+    assert not serve.listens(other.pid, port)  # which has ended
+
+
+HANGS = """
+import os, signal, sys, time
+from types import SimpleNamespace
+import serve
+serve.GRACE_SECONDS = 0.5
+server = os.getpid()
+if not os.fork():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    options = SimpleNamespace(host="127.0.0.1", port="9")
+    serve.listens = lambda *given: print("attended", flush=True)
+    serve.attend(options, server)
+    os._exit(0)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+time.sleep(60)
+"""
+
+
+def test_a_server_that_waits_for_its_clients_is_ended() -> None:
+    command, folder = [sys.executable, "-c", HANGS], Path(serve.__file__).parent
+    with subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, start_new_session=True, text=True
+    ) as server:
+        assert server.stdout is not None and "attended" in server.stdout.readline()
+        os.killpg(server.pid, signal.SIGINT)
+        assert "ending the server" in server.stdout.read()
+    assert server.returncode == -signal.SIGKILL

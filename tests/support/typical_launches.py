@@ -96,13 +96,14 @@ def _page_tables() -> None:
         page_tables.page_tables(*rows, table, *per_slot, block_size)
     events = empty(4), empty(4, 64), empty(4), empty(4)
     page_tables.enter_requests(*events, table, *per_slot)
-    per_head = int32(65), int32(65), int32(65, 99), int32(65, 257), empty(256)
+    lists = int32(999, 256), int32(65, 257)
+    per_head = int32(65), int32(65), int32(65, 99), *lists, empty(256)
     for heads, width in ((8, 160), (1, 4096)):
         tables = int32(32, 64, heads, width + 8)[..., :width]
         rows = tables, int32(32, 64, heads), empty(16), empty(16), int32(64, 512)
         page_tables.head_page_tables(*rows, *per_head, heads)
-    lists = empty(16), empty(16, 257), empty(16, 90)
-    page_tables.enter_page_lists(int32(65, 99), int32(65, 257), *lists)
+    given = empty(16), empty(16, 90), empty(16, 257), empty(16, 90 * 256)
+    page_tables.enter_page_lists(*lists, *given)
 
 
 def _assign_pages() -> None:

@@ -82,7 +82,7 @@ def launch_world(config: KVPolicyConfig, shape: Shape) -> Compactor:
     return Compactor(
         policies=policies,
         pool=pool,
-        tier=make_tier(config.is_ragged, requests, pool, longest, 64, 512),
+        tier=make_tier(config.is_ragged, requests, pool, 64, 512),
         requests=requests,
         captures=[windows],
         memory=SurvivorMemory(sorted(names), requests, *sizes),

@@ -18,7 +18,6 @@ LARGE = SideTables(
     num_requests=SLOTS,
     num_heads=HEADS,
     block_size=SIZE,
-    max_global_blocks=131072 // SIZE,
     max_local_tokens=32 + SIZE - 1,
     num_memories=1,
     is_ragged=False,
@@ -39,19 +38,15 @@ def test_the_memory_follows_the_pool_and_not_the_longest_prompt() -> None:
     local = 4 * SLOTS * HEADS * LARGE.max_local_tokens
     assert LARGE.nbytes(num_blocks) == num_blocks * SUPERBLOCK // 128 + local
     assert LARGE.nbytes(num_blocks) < 0.6 * GIB
-    longer = replace(LARGE, max_global_blocks=2 * LARGE.max_global_blocks)
-    assert longer.nbytes(num_blocks) == LARGE.nbytes(num_blocks)
 
 
 def test_nothing_is_allocated_where_nothing_is_remembered() -> None:
     assert CASES["no memory"].nbytes(10**6) == 0
 
 
-def test_page_lists_are_no_longer_than_the_pool() -> None:
-    ragged = CASES["ragged"]
-    assert ragged.global_blocks(10**6) == ragged.max_global_blocks
-    tables = ragged.nbytes(100) - LARGE.nbytes(100)
-    assert tables == 4 * (SLOTS + 1) * (100 * HEADS + HEADS + 1)
+def test_page_lists_take_four_bytes_for_each_page_of_the_pool() -> None:
+    tables = CASES["ragged"].nbytes(100) - LARGE.nbytes(100)
+    assert tables == 4 * (100 * HEADS + (SLOTS + 1) * (HEADS + 1))
 
 
 def test_bounds_take_a_key_and_a_value_of_each_page() -> None:
@@ -79,8 +74,9 @@ def test_an_engine_out_of_memory_has_no_pool() -> None:
 
 def test_tables_take_what_was_announced() -> None:
     cpu, own = torch.device("cpu"), torch.arange(6)
-    memory = SurvivorMemory(("a", "b"), RequestTable(3, 8, 4, cpu), 25, 6, 7)
-    lists = HeadTables(3, 8, own, 1, cpu)
-    announced = SideTables(3, 6, 4, 8, 7, 2, is_ragged=True).parts(25)
+    requests = RequestTable(3, 8, 4, cpu)
+    memory = SurvivorMemory(("a", "b"), requests, 25, 6, 7)
+    lists = HeadTables(requests, 25, own, 1)
+    announced = SideTables(3, 6, 4, 7, 2, is_ragged=True).parts(25)
     assert memory.survivors.nbytes + memory.local.nbytes == announced[VALUES]
     assert lists.pages.nbytes + lists.first.nbytes == announced[LISTS]

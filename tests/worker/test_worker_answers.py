@@ -24,7 +24,6 @@ TABLES = SideTables(
     num_requests=2,
     num_heads=6,
     block_size=4,
-    max_global_blocks=8,
     max_local_tokens=7,
     num_memories=1,
     is_ragged=True,

@@ -40,6 +40,7 @@ logger = init_logger("vllm.kv_policy")
 # a server find its counters. Set only for engines that a command line starts.
 ENGINE_KEY = "kv_policy_engine"
 NAME = re.compile("[0-9a-f]{32}")
+TABLES_PART = 32  # of a device's memory one such part is for the page lists of a step
 
 
 @contextmanager
@@ -95,7 +96,7 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
         # Other refusals read a VllmConfig that only a known version is sure to have.
         _refuse(config, machine_refusals())
         _tell_evidence()
-        _choose(engine_args)
+        _choose(engine_args, config)
     return config
 
 
@@ -239,7 +240,7 @@ def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:
     scheduler.scheduler_cls = classes[bool(scheduler.async_scheduling)]
 
 
-def _choose(engine_args: Any) -> None:
+def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
     """Choose what the user left open and a policy depends on."""
     overrides = engine_args.hf_overrides or {}
     if isinstance(overrides, dict) and "architectures" not in overrides:
@@ -258,6 +259,35 @@ def _choose(engine_args: Any) -> None:
         dtypes = str(engine_args.dtype), engine_args.kv_cache_dtype
         chosen_name = compat.cuda_attention_backend(model, *dtypes)
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
+    if platform == "cuda" and config.is_ragged and engine_args.max_num_seqs is None:
+        most = _most_requests(engine_args, model)
+        if most is not None:
+            logger.info("KV policy: --max-num-seqs %d, for room for page lists", most)
+            engine_args.max_num_seqs = most
+
+
+def _most_requests(engine_args: Any, model: Mapping[str, Any]) -> int | None:
+    """Return how many requests have room for the page lists of their heads in a step.
+
+    A power of two; None where that is vLLM's default or more. In the tables of a step,
+    which graphs read, each layer and KV head of a request has a list as long as
+    `max_model_len` may need.
+
+    Args:
+        model: its config.json.
+    """
+    text = model.get("text_config") or model
+    longest = engine_args.max_model_len or -1
+    if longest < 0:
+        longest = text.get("max_position_embeddings") or 1
+    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 1
+    lists = -(-heads // engine_args.tensor_parallel_size)
+    lists *= text.get("num_hidden_layers") or 1
+    memory = compat.device_memory()
+    row = 4 * lists * -(-longest // engine_args.block_size)
+    most = 1 << max((memory // TABLES_PART // row).bit_length() - 1, 0)
+    is_large = memory >= 70 * 2**30 and "A100" not in compat.device_name().upper()
+    return most if most < (1024 if is_large else 256) else None
 
 
 def _tell_chosen(vllm_config: Any, config: KVPolicyConfig) -> None:

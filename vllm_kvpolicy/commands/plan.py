@@ -457,7 +457,13 @@ def _notes(
             "In float32, because this CPU emulates bfloat16: give the server --dtype "
             "float32 too, or plan for another machine with --dtype bfloat16."
         )
-    if config.events == PRESSURE:
+    longest = max(map(sum, engine.lengths))
+    if config.budget_tokens >= longest:
+        yield (
+            f"Nobody is ever cut: the longest request has {longest} tokens, the budget "
+            f"is {config.budget_tokens}."
+        )
+    elif config.events == PRESSURE:
         yield (
             f"While at most {most_at_once(_whole(engine), int(usable))} run at "
             "once nobody is cut. Lines of the policy are of requests at their floors, "
@@ -468,8 +474,8 @@ def _notes(
     least = max_blocks_per_request(engine.vllm_config, config)
     least += engine.others.most_blocks(engine.model.max_model_len)
     if least > int(usable):
-        longest = engine.model.max_model_len
         yield (
-            f"A server would not start: a request of --max-model-len {longest} may "
-            f"need {least} superblocks; lower it, or prefill_interval."
+            "A server would not start: a request of --max-model-len "
+            f"{engine.model.max_model_len} may need {least} superblocks; lower it, or "
+            "prefill_interval."
         )

@@ -4,9 +4,9 @@ Pinned superblocks come first, as they are, then survivors, then local superbloc
 
 Example of the second: a request whose local superblocks are 7 and 9, at entries 3 and
 4 of its row; none is pinned. Head 0 has the global pages 4 and 5, head 1 has page 8.
-Superblock b holds page 2b of head 0 and 2b + 1 of head 1, so local pages are 14, 18 and
-15, 19. vLLM counts five superblocks; the heads hold 4 and 3 pages, so the offsets are
--1 and -2.
+Its survivors have superblocks 2 and 0. Superblock b holds page 2b of head 0 and 2b + 1
+of head 1, so local pages are 14, 18 and 15, 19. vLLM counts five superblocks; the heads
+hold 4 and 3 pages, so the offsets are -1 and -2.
 
 >>> tables = torch.zeros(1, 1, 2, 4, dtype=torch.int32)
 >>> offsets = torch.zeros(1, 1, 2, dtype=torch.int32)
@@ -18,7 +18,8 @@ Superblock b holds page 2b of head 0 and 2b + 1 of head 1, so local pages are 14
 ...     blocks=torch.tensor([[0, 0, 0, 7, 9]], dtype=torch.int32),
 ...     skip=torch.tensor([3], dtype=torch.int32),
 ...     pinned=torch.tensor([0], dtype=torch.int32),
-...     pages=torch.tensor([[4, 5, 8]], dtype=torch.int32),
+...     global_blocks=torch.tensor([[2, 0]], dtype=torch.int32),
+...     pages=torch.tensor([[8, 0], [0, 0], [4, 5]], dtype=torch.int32),
 ...     first=torch.tensor([[0, 2, 3]], dtype=torch.int32),
 ...     own_page=torch.tensor([0, 1]),
 ...     stride=2,
@@ -135,6 +136,7 @@ def head_page_tables_ref(
     blocks: Tensor,
     skip: Tensor,
     pinned: Tensor,
+    global_blocks: Tensor,
     pages: Tensor,
     first: Tensor,
     own_page: Tensor,
@@ -153,7 +155,8 @@ def head_page_tables_ref(
         skip: [S] int32, entries of a request's `blocks` that are neither pinned nor
             local.
         pinned: [S] int32, leading entries that stay as they are.
-        pages: [S, A] int32, global pages of a request's heads, concatenated.
+        global_blocks: [S, A] int32, superblocks of survivors.
+        pages: [B, L * H] int32, the lists by superblock; see `enter_page_lists`.
         first: [S, L * H + 1] int32, where each head's start and end.
         own_page: [L * H] int64, id of each head's page of superblock 0.
         stride: distance in ids between a head's pages of neighbouring superblocks.
@@ -166,8 +169,10 @@ def head_page_tables_ref(
     offsets[:, which] = more.view(shape).transpose(0, 1)
     column = torch.arange(width, dtype=torch.int32, device=tables.device)
     place = column - pinned[slots, None, None]  # among global pages
-    entry = (bounds[:, :-1, None] + place).clamp(0, pages.shape[-1] - 1)
-    listed = pages[slots].gather(1, entry.flatten(1).long()).view_as(entry)
+    entry = (bounds[:, :-1, None] + place).clamp_(min=0)
+    in_row = (entry // len(own_page)).clamp_(max=global_blocks.shape[1] - 1)
+    owner = global_blocks[slots].gather(1, in_row.flatten(1).long()).view_as(entry)
+    listed = pages[owner.long(), entry.long() % len(own_page)]
     local = torch.where(place < 0, column, column - more.int()[..., None])
     local = local.clamp(0, blocks.shape[-1] - 1).flatten(1).long()
     own = blocks[which].gather(1, local).view_as(entry) * stride + own_page[:, None]
@@ -180,23 +185,28 @@ def enter_page_lists_ref(
     table_pages: Tensor,
     table_first: Tensor,
     index: Tensor,
+    dest: Tensor,
     first: Tensor,
     pages: Tensor,
 ) -> Tensor:
     """Replace the page lists of some requests, and count their pages.
 
+    A request's lists lie end to end, the first n entries at its first superblock, and
+    so on: they take as much room as its superblocks have pages.
+
     Args:
-        table_pages: [S, A] int32, rows `index` mutated.
-        table_first: [S, n + 1] int32, likewise.
+        table_pages: [B, n] int32, rows `dest` mutated.
+        table_first: [S, n + 1] int32, rows `index` mutated.
         index: [E] int64, no row twice.
+        dest: [E, D] int64, superblocks of survivors, none twice.
         first: [E, n + 1] int64, where each head's list starts and the last one ends.
-        pages: [E, C] int64 page ids.
+        pages: [E, n * D] int64 page ids.
 
     Returns:
         [2, E] int64, pages of each request's longest list, and of all its lists.
     """
     table_first[index] = first.int()
-    table_pages[index, : pages.shape[-1]] = pages.int()
+    table_pages[dest] = pages.int().unflatten(1, (-1, table_pages.shape[1]))
     return torch.stack([first.diff(dim=-1).amax(-1), first[:, -1]])
 
 

@@ -61,7 +61,6 @@ class SideTables:
 
     Args:
         num_heads: n = L * H on this rank.
-        max_global_blocks: most superblocks of survivors of one request in any pool.
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
         is_ragged: whether heads have page lists of their own.
@@ -71,7 +70,6 @@ class SideTables:
     num_requests: int
     num_heads: int
     block_size: int
-    max_global_blocks: int
     max_local_tokens: int
     num_memories: int
     is_ragged: bool
@@ -93,16 +91,11 @@ class SideTables:
             num_requests=vllm_config.scheduler_config.max_num_seqs,
             num_heads=num_heads,
             block_size=block_size,
-            max_global_blocks=max_global_blocks(vllm_config, config),
             max_local_tokens=config.recent_tokens + block_size - 1,
             num_memories=len(remembered(needs)),
             is_ragged=config.is_ragged,
             page_bytes=decisions + bounds,
         )
-
-    def global_blocks(self, num_blocks: int) -> int:
-        """Return the most superblocks of survivors of one request in a pool."""
-        return min(self.max_global_blocks, num_blocks)
 
     def parts(self, num_blocks: int) -> dict[str, int]:
         """Return the bytes of each kind of these, with a pool of `num_blocks`.
@@ -112,12 +105,12 @@ class SideTables:
         local = self.num_requests * self.max_local_tokens
         values = self.num_heads * (num_blocks * self.block_size + local)
         # One more row is for requests without an event.
-        rows = self.num_requests + 1
-        pages = self.global_blocks(num_blocks) * self.num_heads
+        starts = (self.num_requests + 1) * (self.num_heads + 1)
+        pages = num_blocks * self.num_heads
         return {
             VALUES: self.num_memories * 4 * values,
-            PAGES: num_blocks * self.num_heads * self.page_bytes,
-            LISTS: self.is_ragged * 4 * rows * (pages + self.num_heads + 1),
+            PAGES: pages * self.page_bytes,
+            LISTS: self.is_ragged * 4 * (pages + starts),
         }
 
     def nbytes(self, num_blocks: int) -> int:
@@ -361,11 +354,10 @@ class WorkerSetup:
                 "largest layer needs"
             )
         lists = HeadTables(
-            num_requests=self.requests.null_row,
-            max_global_blocks=self.side_tables.global_blocks(pool.num_blocks),
+            self.requests,
+            pool.num_blocks,
             own_page=pool.null_pages.flatten(),
             stride=pool.num_heads,
-            device=self.requests.device,
             ranks=self.ranks,
         )
         deciding = [each for each in self.captures if isinstance(each, VisibleUntil)]
@@ -402,7 +394,7 @@ def prepare(
     rope = rope_for(policies, model, layers)
     num_heads = len(layers) * layers[0].num_kv_heads
     side_tables = SideTables.of_server(vllm_config, config, needs, num_heads)
-    sizes = side_tables.max_global_blocks, side_tables.block_size
+    sizes = max_global_blocks(vllm_config, config), side_tables.block_size
     requests = RequestTable(side_tables.num_requests, *sizes, device)
     tables = _step_tables(vllm_config, config, layers, requests)
     loaded = LoadedModel(model, layers, vllm_config, device, rope)
@@ -447,7 +439,7 @@ def _step_tables(
     requests: RequestTable,
 ) -> PhysicalTables | FoldedTables:
     """Return what attention reads in a step; this is where the tier is chosen."""
-    num_rows = compat.padded_rows(vllm_config)
+    num_rows = vllm_config.scheduler_config.max_num_seqs  # padding included
     num_columns = -(-vllm_config.model_config.max_model_len // requests.block_size)
     if not config.is_ragged:
         return PhysicalTables(requests, num_rows, num_columns)

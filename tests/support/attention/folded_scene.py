@@ -143,11 +143,17 @@ class FoldedScene(Layers):
             pool.values[0][own] = values[chosen].unflatten(0, (count, size))
             chosen += local
             held.append((keys[chosen], values[chosen]))
-        self._note(number, drawn, pages[:first])
+        self._note(number, drawn, pages, below)
         return [held[: self.shape.heads], held[self.shape.heads :]]
 
-    def _note(self, number: int, drawn: list[int], pages: list[int]) -> None:
-        """Tell the runtime's tables about an event: pages of heads in order."""
+    def _note(
+        self, number: int, drawn: list[int], pages: list[int], dest: list[int]
+    ) -> None:
+        """Tell the runtime's tables about an event: pages of heads in order.
+
+        Args:
+            dest: superblocks that have these pages.
+        """
         slots, folder = self.runtime.requests, self.runtime.tier.folder
         slot, frontier = slots.take(self.names[number]), self.batch[number].frontier
         slots.skip[slot] = slots.skip_cpu[slot] = frontier
@@ -155,7 +161,10 @@ class FoldedScene(Layers):
         counts = torch.tensor(drawn, device=self.device)
         first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])[None]
         listed = torch.tensor([pages], device=self.device)
-        folder.lists.update([slot], to_device([slot], self.device), first, listed)
+        owned = torch.tensor([dest], device=self.device)
+        slots.global_blocks[slot, : len(dest)] = owned[0].int()
+        index = to_device([slot], self.device)
+        folder.lists.update([slot], index, owned, first, listed)
         folder.forget([self.names[number]])
         self.counts[number] = counts.view(LAYERS, -1)
 

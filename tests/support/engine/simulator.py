@@ -112,7 +112,8 @@ class Simulation:
             scenario.block_size,
         )
         is_ragged = self.policy.is_ragged
-        self.tables = RaggedCheck(*sizes) if is_ragged else TableCheck(*sizes)
+        blocks = self.pool.num_gpu_blocks
+        self.tables = RaggedCheck(*sizes, blocks) if is_ragged else TableCheck(*sizes)
         self.answers = LateAnswers(self.scheduler, self.worker, self.totals, self.rng)
         self.forecast = ForecastCheck(self.scheduler, scenario, self.asked, self.totals)
         self._count_clips()

@@ -83,12 +83,16 @@ class RaggedCheck(TableCheck):
     """Tables of every head, through the folded batch of each step."""
 
     def __init__(
-        self, num_requests: int, max_global_blocks: int, block_size: int
+        self,
+        num_requests: int,
+        max_global_blocks: int,
+        block_size: int,
+        num_blocks: int,
     ) -> None:
         super().__init__(num_requests, max_global_blocks, block_size)
         # The simulation numbers pages superblock by superblock.
-        first = torch.arange(NUM_HEADS)
-        self.tables = HeadTables(num_requests, max_global_blocks, first, NUM_HEADS, CPU)
+        own = torch.arange(NUM_HEADS)
+        self.tables = HeadTables(self.requests, num_blocks, own, NUM_HEADS)
         room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
         self.folder = Folder(self.requests, self.tables, room)
 
@@ -108,8 +112,10 @@ class RaggedCheck(TableCheck):
             if not event.ordinal:
                 self.tables.clear([slot], index)
             first = torch.tensor([[0, *map(len, pages)]]).cumsum(-1)
-            flat = torch.from_numpy(np.concatenate(pages))[None]
-            self.tables.update([slot], index, first, flat)
+            dest = torch.tensor([event.dest_blocks])
+            flat = first.new_zeros(1, dest.numel() * NUM_HEADS)
+            flat[0, : int(first[0, -1])] = torch.from_numpy(np.concatenate(pages))
+            self.tables.update([slot], index, dest, first, flat)
             self.folder.forget([event.request_id])
 
     def compare(self, scheduled: Mapping[str, int], live: Live) -> None:

@@ -171,7 +171,7 @@ class Chain:
             yield layer if self.setup.one_allocation else layer.clone()
 
     def _compactor(self) -> Compactor:
-        sizes = LONGEST, MOST_LIVE, LONGEST // SIZE + 2
+        sizes = MOST_LIVE, LONGEST // SIZE + 2
         return Compactor(
             policies={"scripted": self.setup.policy},
             pool=self.pool,

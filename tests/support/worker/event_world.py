@@ -70,7 +70,7 @@ class World:
         self.compactor = Compactor(
             policies={name: self.policy},
             pool=self.pool,
-            tier=make_tier(found.is_ragged, self.requests, self.pool, BLOCKS),
+            tier=make_tier(found.is_ragged, self.requests, self.pool),
             requests=self.requests,
             captures=self.captures,
             memory=SurvivorMemory(

@@ -33,7 +33,11 @@ class Lists:
         self.rng, self.blocks, self.own = Random(seed), blocks, own.flatten()
         self.layers, self.heads = own.shape
         self.requests = RequestTable(SLOTS, MOST, SIZE, CPU)
-        self.tables = HeadTables(SLOTS, MOST, self.own, self.heads, CPU)
+        # Each request has superblocks of its own, and random pages of any others.
+        own_blocks = torch.arange((SLOTS + 1) * MOST, dtype=torch.int32).flip(0)
+        self.requests.global_blocks[:] = own_blocks.view(-1, MOST)
+        sizes = len(own_blocks), self.own, self.heads
+        self.tables = HeadTables(self.requests, *sizes)
         made = FoldedTables(*own.shape, *room, CPU)
         self.folder = Folder(self.requests, self.tables, made)
         self.lists: dict[str, list[list[int]]] = {"n": [[]] * len(self.own)}
@@ -46,10 +50,12 @@ class Lists:
         sizes = [self.rng.randint(0, MOST) for _ in self.own]
         highest = self.blocks * len(self.own)
         lists = [[self.rng.randrange(1, highest) for _ in range(n)] for n in sizes]
-        flat = torch.tensor([[page for pages in lists for page in pages] or [0]])
+        flat = torch.zeros(1, MOST * len(self.own), dtype=torch.int64)
+        flat[0, : sum(sizes)] = torch.tensor([page for each in lists for page in each])
         row = self.requests.take(name)
         first = torch.tensor([[0, *sizes]]).cumsum(-1)
-        self.tables.update([row], torch.tensor([row]), first, flat)
+        dest = self.requests.global_blocks[row : row + 1].long()
+        self.tables.update([row], torch.tensor([row]), dest, first, flat)
         self.requests.skip[row] = self.requests.skip_cpu[row] = frontier
         self.requests.frontier_blocks_cpu[row] = frontier
         self.lists[name], self.frontier[name] = lists, frontier

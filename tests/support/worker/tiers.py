@@ -12,7 +12,6 @@ def make_tier(
     is_ragged: bool,
     requests: RequestTable,
     pool: PagePool,
-    longest: int,
     rows: int = 0,
     columns: int = 0,
 ) -> Tier:
@@ -22,15 +21,14 @@ def make_tier(
         is_ragged: heads have lengths of their own.
         requests: whose.
         pool: where their pages are.
-        longest: superblocks of a request's lists, at most.
         rows: of a step's tables that are there from the start.
         columns: of them.
     """
     if not is_ragged:
         tables = PhysicalTables(requests, rows, columns)
         return EqualTier(requests, pool, tables)
-    device = requests.device
     own = pool.null_pages.flatten()
-    lists = HeadTables(requests.null_row, longest, own, pool.num_heads, device)
-    room = FoldedTables(pool.num_layers, pool.num_heads, rows, columns, device)
+    lists = HeadTables(requests, pool.num_blocks, own, pool.num_heads)
+    sizes = pool.num_layers, pool.num_heads, rows, columns
+    room = FoldedTables(*sizes, requests.device)
     return RaggedTier(requests, pool, lists, room)

@@ -108,17 +108,18 @@ def head_page_tables(
     blocks: Tensor,
     skip: Tensor,
     pinned: Tensor,
+    global_blocks: Tensor,
     pages: Tensor,
     first: Tensor,
     own_page: Tensor,
     stride: int,
 ) -> None:
-    """Rows of `blocks`, `pages` and `first` are contiguous."""
+    """Rows of `blocks`, `global_blocks` and `first`, and `pages`, are contiguous."""
     num_layers, _, num_heads, num_columns = tables.shape
     batch = tables, offsets, which, slots, blocks
-    lists = skip, pinned, pages, first, own_page
+    lists = skip, pinned, global_blocks, pages, first, own_page
     strides = *tables.stride()[:3], *offsets.stride()
-    rows = blocks.stride(0), pages.stride(0), first.stride(0)
+    rows = blocks.stride(0), global_blocks.stride(0), first.stride(0)
     sizes = num_heads, num_columns, blocks.shape[1]
     _head_page_tables[(num_layers * num_heads, len(which))](
         *batch, *lists, *strides, *rows, stride, *sizes, COLUMNS=COLUMNS
@@ -129,26 +130,28 @@ def enter_page_lists(
     table_pages: Tensor,
     table_first: Tensor,
     index: Tensor,
+    dest: Tensor,
     first: Tensor,
     pages: Tensor,
 ) -> Tensor:
+    """`table_pages` is contiguous."""
     num_events, num_cells = pages.shape
     counts = first.new_empty(2, num_events)
-    lists = index, first.contiguous(), pages.contiguous()
-    strides = table_pages.stride(0), table_first.stride(0)
-    sizes = num_events, first.shape[1] - 1, num_cells
+    lists = index, dest.contiguous(), first.contiguous(), pages.contiguous()
+    sizes = table_first.stride(0), num_events, first.shape[1] - 1, num_cells
     _enter_page_lists[(1 + triton.cdiv(num_cells, ENTRIES), num_events)](
-        table_pages, table_first, *lists, counts, *strides, *sizes, TILE=ENTRIES
+        table_pages, table_first, *lists, counts, *sizes, TILE=ENTRIES
     )
     return counts
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _head_page_tables(
-    tables, offsets, which, slots, blocks, skip, pinned, pages, first, own_page,
+    tables, offsets, which, slots, blocks, skip, pinned, global_blocks, pages, first,
+    own_page,
     tables_layer: tl.int64, tables_row: tl.int64, tables_head: tl.int64,
     offsets_layer: tl.int64, offsets_row: tl.int64, offsets_head: tl.int64,
-    blocks_row: tl.int64, pages_row: tl.int64, first_row: tl.int64,
+    blocks_row: tl.int64, globals_row: tl.int64, first_row: tl.int64,
     stride, num_heads, num_columns, num_blocks,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -162,14 +165,18 @@ def _head_page_tables(
     place = offsets + layer * offsets_layer + row * offsets_row + head * offsets_head
     tl.store(place, count - skipped)
     own = tl.load(own_page + number)
-    listed = pages + slot * pages_row + start
+    per_block = tl.num_programs(0)  # heads of all layers
+    owners = global_blocks + slot * globals_row
     target = tables + layer * tables_layer + row * tables_row + head * tables_head
     for begin in range(0, num_columns, COLUMNS):
         column = begin + tl.arange(0, COLUMNS)
         is_column = column < num_columns
         order = column - first_global
         is_global = (order >= 0) & (order < count)
-        page = tl.load(listed + order, mask=is_column & is_global, other=0)
+        is_listed, listed = is_column & is_global, start + order
+        owner = tl.load(owners + listed // per_block, mask=is_listed, other=0)
+        listed = owner.to(tl.int64) * per_block + listed % per_block
+        page = tl.load(pages + listed, mask=is_listed, other=0)
         local = tl.where(order < 0, column, column - count + skipped)
         local = tl.minimum(tl.maximum(local, 0), num_blocks - 1)
         entry = blocks + row * blocks_row + local
@@ -180,8 +187,8 @@ def _head_page_tables(
 
 @triton.jit(do_not_specialize=["num_events", "num_cells"])
 def _enter_page_lists(
-    table_pages, table_first, index, first, pages, counts,
-    pages_row: tl.int64, first_row: tl.int64, num_events, num_heads, num_cells,
+    table_pages, table_first, index, dest, first, pages, counts,
+    first_row: tl.int64, num_events, num_heads, num_cells,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Copy a tile of one request's pages; its first program sees to the starts."""
@@ -205,4 +212,7 @@ def _enter_page_lists(
     cell = (tile - 1) * TILE + tl.arange(0, TILE)
     inside = cell < num_cells
     page = tl.load(pages + event * num_cells + cell, mask=inside, other=0)
-    tl.store(table_pages + slot * pages_row + cell, page.to(tl.int32), mask=inside)
+    dest += event * (num_cells // num_heads)
+    block = tl.load(dest + cell // num_heads, mask=inside, other=0)
+    target = table_pages + block * num_heads + cell % num_heads
+    tl.store(target, page.to(tl.int32), mask=inside)

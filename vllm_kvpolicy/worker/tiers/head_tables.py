@@ -1,8 +1,8 @@
 """Page tables of heads of different lengths: of what events leave, and of a step.
 
 `HeadTables` has the global pages of every (request, layer, KV head). The lists of a
-request lie end to end, so that memory grows with the pages held and not with the
-longest head.
+request lie end to end at its superblocks, so that they take as much memory as a pool
+has pages, however many requests there are and however long.
 
 In a step KV heads are folded into the batch: every (request, KV head) becomes a row of
 a stock paged kernel with one KV head and G query heads, its own page list and its own
@@ -34,37 +34,35 @@ class HeadTables:
 
     The last row belongs to no request and has empty lists.
 
-    Example: three heads that hold pages [4, 7], [] and [2, 9, 1] have the row
-    [4, 7, 2, 9, 1, ...] of `pages` and the row [0, 2, 2, 5] of `first`.
+    Example: three heads that hold pages [4, 7], [] and [2, 9, 1], in superblocks 3 and
+    1, have the rows 3, [4, 7, 2], and 1, [9, 1, ...], of `pages`, and [0, 2, 2, 5] of
+    `first`.
 
     Args:
+        requests: has the superblocks of each request.
+        num_blocks: B, superblocks of the pool.
         own_page: [n] int64, id of each head's page of superblock 0, n = L * H.
         stride: distance in ids between a head's pages of neighbouring superblocks.
         ranks: which hold the same superblocks.
 
     Attributes:
-        pages: [num_requests + 1, max_global_blocks * n] int32 page ids.
+        pages: [B, n] int32 page ids.
         first: [num_requests + 1, n + 1] int32, where each head's list starts and ends.
     """
 
     def __init__(
         self,
-        num_requests: int,
-        max_global_blocks: int,
+        requests: RequestTable,
+        num_blocks: int,
         own_page: torch.Tensor,
         stride: int,
-        device: torch.device,
         ranks: Ranks = ONE_RANK,
     ) -> None:
-        num_heads, size = len(own_page), num_requests + 1
-        self.ranks = ranks
+        num_heads, size = len(own_page), requests.null_row + 1
+        self.requests, self.ranks = requests, ranks
         self.own_page, self.stride = own_page, stride
-        self.pages = torch.zeros(
-            (size, max_global_blocks * num_heads), dtype=torch.int32, device=device
-        )
-        self.first = torch.zeros(
-            (size, num_heads + 1), dtype=torch.int32, device=device
-        )
+        self.pages = requests.global_blocks.new_zeros((num_blocks, num_heads))
+        self.first = self.pages.new_zeros((size, num_heads + 1))
         # By row, pages of the longest list and of all, on the rank that has most.
         self._counts = np.zeros((2, size), dtype=np.int64)
         self._arriving: dict[int, tuple[HostCopy, int]] = {}
@@ -80,21 +78,23 @@ class HeadTables:
         self,
         rows: Sequence[int],
         index: torch.Tensor,
+        dest: torch.Tensor,
         first: torch.Tensor,
         pages: torch.Tensor,
     ) -> HostCopy:
-        """Replace the lists of some requests.
+        """Replace the lists of some requests, whose superblocks become `dest`.
 
         Args:
-            index: [E] int64, the same on the device.
+            index: [E] int64, the same as `rows` on the device.
+            dest: [E, D] int64.
             first: [E, n + 1] int64.
-            pages: [E, C] int64 page ids.
+            pages: [E, n * D] int64 page ids.
 
         Returns:
             [2, E] pages of each request's longest list, and of all its lists, on the
             rank that has most: all ranks lay out the same number of tokens.
         """
-        lists = index, first, pages
+        lists = index, dest, first, pages
         own = enter_page_lists(self.pages, self.first, *lists)
         counts = HostCopy(self.ranks.most(own))
         self._arriving |= {row: (counts, n) for n, row in enumerate(rows)}
@@ -136,7 +136,8 @@ class HeadTables:
     ) -> None:
         """Put global pages behind pinned ones; see `head_page_tables_ref`."""
         batch = tables, offsets, which, rows, blocks, skip, pinned
-        head_page_tables(*batch, self.pages, self.first, self.own_page, self.stride)
+        lists = self.requests.global_blocks, self.pages, self.first, self.own_page
+        head_page_tables(*batch, *lists, self.stride)
 
 
 SPARE = 8  # rows and columns by which a batch may grow before tables are replaced

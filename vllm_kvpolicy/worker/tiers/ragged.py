@@ -140,7 +140,7 @@ class RaggedTier(Tier):
         """Remember the lists, and look at their pages where queries choose."""
         leaving = np.array([len(event.leaving_blocks) for event in batch.events])
         before = self.lists.counts(batch.rows)[1] + leaving * self.num_heads
-        rows = batch.rows, batch.sent["rows"]
+        rows = batch.rows, batch.sent["rows"], batch.sent["dest"]
         after = self.lists.update(*rows, lists.first, lists.pages)
         if self.selection is not None:
             self.selection.update(batch.rows, batch.events, lists.pages)
