@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ PRETRAINED_NAME = "smollm2"
 CPU_KV_CACHE_BYTES = 512 * 1024**2
 MAX_MODEL_TOKENS = 4096
 MIN_INTERVAL = 64  # tokens between events, so that a short answer has some
-POLL_SECONDS = 0.25
+POLL_SECONDS = 0.5
 GRACE_SECONDS = 10  # that an interrupted server has to end by itself
 LAST_PORT = 2**16 - 1
 ARGUMENTS = "SERVE_ARGUMENTS"  # more arguments of `vllm serve`, as one text
@@ -361,7 +362,7 @@ def attend(options: argparse.Namespace, server_pid: int) -> None:
     """Print how to call the server once it answers, and end it if Ctrl-C does not.
 
     After Ctrl-C vLLM stops its engine, and then waits for every client that holds a
-    connection open.
+    connection open. Who asks it to wait for requests (`--shutdown-timeout`) ends it.
 
     Args:
         server_pid: process id of the server, our parent.
@@ -369,18 +370,32 @@ def attend(options: argparse.Namespace, server_pid: int) -> None:
     stopped: list[float] = []
     signal.signal(signal.SIGINT, lambda *given: stopped.append(time.monotonic()))
     host = "127.0.0.1" if options.host in ("0.0.0.0", "::") else options.host
+    host = f"[{host}]" if ":" in host else host
     root, is_ready = f"http://{host}:{options.port}", False
+    words = [word.replace("_", "-") for word in options.extra]
+    may_end = not any(word.startswith("--shutdown-timeout") for word in words)
     while os.getppid() == server_pid:
-        if stopped and time.monotonic() > stopped[0] + GRACE_SECONDS:
-            print("a client keeps its connection open: ending the server", flush=True)
-            os.kill(server_pid, signal.SIGKILL)
+        if may_end and stopped and time.monotonic() > stopped[0] + GRACE_SECONDS:
+            print(f"running {GRACE_SECONDS} s after Ctrl-C: ended", flush=True)
+            end(server_pid)
             return
         if not is_ready and not stopped and listens(server_pid, int(options.port)):
-            with suppress(OSError):
+            with suppress(OSError, HTTPException):
                 urllib.request.urlopen(f"{root}/health", timeout=2)
                 print(how_to_call(options, root, chosen_floor(root)), flush=True)
                 is_ready = True
         time.sleep(POLL_SECONDS)
+
+
+def end(server_pid: int) -> None:
+    """Kill a process and those that it has started, but for this one."""
+    import psutil
+
+    server = psutil.Process(server_pid)
+    for process in (*server.children(recursive=True), server):
+        if process.pid != os.getpid():
+            with suppress(psutil.Error):
+                process.kill()
 
 
 def listens(server_pid: int, port: int) -> bool:
@@ -399,7 +414,7 @@ def listens(server_pid: int, port: int) -> bool:
 
 def chosen_floor(root: str) -> str:
     """Return the fewest tokens per KV head that a server keeps; empty for none."""
-    with suppress(OSError):
+    with suppress(OSError, HTTPException):
         page = urllib.request.urlopen(f"{root}/metrics", timeout=2).read().decode()
         found = re.search(r"^kvpolicy_floor_tokens{.*} (\d+)", page, re.MULTILINE)
         return found[1] if found else ""

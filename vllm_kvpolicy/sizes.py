@@ -266,6 +266,13 @@ def other_groups(vllm_config: Any) -> OtherGroups:
     )
 
 
+def full_layers(vllm_config: Any) -> int:
+    """Return how many layers of full attention there are, which a policy bounds."""
+    others = other_groups(vllm_config)
+    every = vllm_config.model_config.get_num_layers(vllm_config.parallel_config)
+    return others.num_full if others.count else every
+
+
 def _saved_states(vllm_config: Any, late_steps: int) -> int:
     """Return how many states that vLLM saves inside steps a group holds at most.
 

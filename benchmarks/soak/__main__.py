@@ -1,6 +1,6 @@
 """Soaks servers for some minutes; see the package.
 
-    python -m benchmarks.soak [--minutes 60] [--seed 0] [--out RECORD.json]
+    python -m benchmarks.soak [--minutes 60] [--seed 0] [--events pressure] [--out FILE]
 
 Ends with status 0 if every promise held, with status 1 and the first broken promise, or
 with status 2 and the reason if the promises could not be checked: a server does not
@@ -46,6 +46,7 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--gates", type=Path, default=settings.GATES, help="write gates of the model"
     )
+    parser.add_argument("--events", default="always", choices=("always", "pressure"))
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     return parser.parse_args(words)
@@ -55,7 +56,9 @@ def arguments_of(words: list[str] | None) -> argparse.Namespace:
 def both_servers(options: argparse.Namespace, logs: Path) -> Iterator[list[Side]]:
     """Yield the server with policies and the stock server, both healthy."""
     words = {
-        settings.OURS: settings.policy_arguments(options.model, options.gates),
+        settings.OURS: settings.policy_arguments(
+            options.model, options.gates, options.events
+        ),
         settings.STOCK: settings.stock_arguments(options.model),
     }
     with server.running(words, logs, environment=settings.ENVIRONMENT) as servers:
@@ -99,6 +102,7 @@ def main(words: list[str] | None = None) -> int:
         "seed": options.seed,
         "minutes": options.minutes,
         "policies": settings.POLICIES,
+        "events": options.events,
         "broken": None,
         "not_checked": None,
     }

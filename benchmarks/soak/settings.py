@@ -31,11 +31,14 @@ def stock_arguments(model: Path) -> list[str]:
     return [*settings.arguments(), "--scheduling-policy", "priority"]
 
 
-def policy_arguments(model: Path, gates: Path, **options: object) -> list[str]:
+def policy_arguments(
+    model: Path, gates: Path, events: str = "always", **options: object
+) -> list[str]:
     """Return the arguments of a server that allows POLICIES.
 
     Args:
         gates: write gates of that model, for `wgkv`.
+        events: when it drops tokens, as `--kv-events`.
     """
     config = {
         "allow": POLICIES[1:],
@@ -47,6 +50,6 @@ def policy_arguments(model: Path, gates: Path, **options: object) -> list[str]:
         *stock_arguments(model),
         *("--kv-policy", POLICIES[0]),
         *("--kv-budget", str(BUDGET)),
-        *("--kv-interval", str(INTERVAL), "--kv-events", "always"),
+        *("--kv-interval", str(INTERVAL), "--kv-events", events),
         *("--kv-live", "--kv-policy-config", json.dumps(config)),
     ]

@@ -15,6 +15,7 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from support.engine_configs import Overlay, engine_args
+from support.made_hybrids import make
 from vllm_kvpolicy import compat, plugin
 from vllm_kvpolicy.api import engine_config, patch, patch_table, request_guards
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -123,7 +124,7 @@ def test_a_finished_config_names_our_classes(policy_config):
     assert policy_config.cache_config.enable_prefix_caching is True
 
 
-def finished(monkeypatch, count=1, rank=0):
+def finished(monkeypatch, count=1, rank=0, policy="ams-tova", may_limit=False):
     """Return a config as `finish` leaves it in one of several API processes."""
     config = SimpleNamespace(
         parallel_config=SimpleNamespace(worker_cls="vllm.v1.worker.gpu_worker.Worker"),
@@ -140,7 +141,8 @@ def finished(monkeypatch, count=1, rank=0):
     arguments = SimpleNamespace(
         additional_config={}, _api_process_count=count, _api_process_rank=rank
     )
-    engine_config.finish(arguments, config, KVPolicyConfig.from_dict(POLICY))
+    asked = KVPolicyConfig.from_dict({**POLICY, "policy": policy})
+    engine_config.finish(arguments, config, asked, may_limit)
     return config
 
 
@@ -194,38 +196,53 @@ def test_cuda_gets_a_known_backend_and_blocks_of_16(
     policy = {"kv_policy": POLICY}
     args = engine_args(tiny_model, dtype=dtype, additional_config=policy)
     engine_config.prepare(args)
-    assert args.block_size == 16 and args.max_num_seqs is None
+    assert args.block_size == 16
     assert args.attention_backend.name == expected
-    monkeypatch.setattr(engine_config, "_most_requests", lambda *given: 77)
-    for given, most in ((None, 77), (99, 99)):  # a user's own number stays
-        policy = {"kv_policy": {**POLICY, "policy": "adakv-snapkv"}}
-        args = engine_args(tiny_model, additional_config=policy, max_num_seqs=given)
-        engine_config.prepare(args)
-        assert args.max_num_seqs == most
-
-
-LLAMA = {"num_hidden_layers": 32, "num_key_value_heads": 8, "num_attention_heads": 32}
 
 
 @pytest.mark.parametrize(
-    ("memory", "device", "longest", "ranks", "most"),
+    ("name", "memory", "most"),
     [
-        (80, "H100", 131_072, 1, 256),  # 8 MiB each, vLLM's default is 1,024
-        (80, "H100", 32_768, 1, None),
-        (80, "H100", 131_072, 8, None),
-        (80, "A100-SXM4-80GB", 131_072, 1, None),  # its default is 256
-        (24, "L4", 131_072, 1, 64),
-        (24, "L4", None, 1, 32),  # as long as the model's positions
+        # 2 layers with 2 KV heads of 4,096 tokens in pages of 32: 2 KiB a request.
+        ("tiny", 2**22, 64),
+        ("tiny", 2**30, 200),  # as it was
+        ("granite4", 2**22, 128),  # two layers of six, in pages of 96
     ],
 )
 def test_page_lists_of_a_step_have_room(
-    monkeypatch, memory, device, longest, ranks, most
+    tiny_model, tmp_path, monkeypatch, name, memory, most
 ):
-    monkeypatch.setattr(compat, "device_memory", lambda: memory * 2**30)
-    monkeypatch.setattr(compat, "device_name", lambda: f"NVIDIA {device}")
-    asked = {"block_size": 16, "tensor_parallel_size": ranks, "max_model_len": longest}
-    model = {"text_config": {**LLAMA, "max_position_embeddings": 262_144}}
-    assert engine_config._most_requests(SimpleNamespace(**asked), model) == most
+    model = tiny_model if name == "tiny" else make(name, tmp_path)
+    policy = {**POLICY, "policy": "adakv-snapkv", "budget": 256}
+    values = {"kv_policy": policy}
+    args = engine_args(model, additional_config=values, max_num_seqs=200)
+    made = args.create_engine_config()
+    monkeypatch.setattr(compat, "device_memory", lambda: memory)
+    engine_config._limit_requests(made)
+    assert made.scheduler_config.max_num_seqs == most
+
+
+def test_only_what_a_user_left_open_is_limited(tiny_model, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        engine_config, "finish", lambda *args, may_limit: found.append(may_limit)
+    )
+    for given in (None, 200):
+        values = {"kv_policy": POLICY}
+        args = engine_args(tiny_model, additional_config=values, max_num_seqs=given)
+        args.create_engine_config()
+    assert found == [True, False]
+
+
+@pytest.mark.parametrize("policy", ["ams-tova", "adakv-snapkv"])
+@pytest.mark.parametrize("may_limit", [True, False])
+def test_gpus_have_room_for_lists_of_each_head(monkeypatch, policy, may_limit):
+    found = []
+    monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
+    monkeypatch.setattr(engine_config, "_limit_requests", found.append)
+    monkeypatch.setattr(engine_config, "tell_untested", lambda config: None)
+    config = finished(monkeypatch, policy=policy, may_limit=may_limit)
+    assert found == [config] * (may_limit and policy == "adakv-snapkv")
 
 
 @pytest.mark.parametrize(

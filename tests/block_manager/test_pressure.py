@@ -345,6 +345,26 @@ def test_an_urgent_request_enters_while_others_are_cut(
     assert "r6" not in {name for name, _, _ in run.events}
 
 
+@pytest.mark.parametrize(
+    ("pool", "watermark", "is_cut", "wait"),
+    [
+        (40, 0.1, False, 3),
+        (40, 0.5, True, 50),
+        (30, 0.5, False, 200),
+        (40, 0.65, False, 200),
+    ],
+)
+def test_nobody_is_cut_for_one_that_the_watermark_keeps_out(
+    pool: int, watermark: float, is_cut: bool, wait: int, model_config: ModelConfig
+) -> None:
+    """A third comes when two run: it has room, at their floors only, or not even so."""
+    scenario = replace(MIX, pool=pool, watermark=watermark)
+    prompts, answers = [100, 100, 200], [300, 300, 20]
+    run = serve(scenario, model_config, prompts, answers, urgent={2: 150})
+    assert bool(run.events) is is_cut and not run.preemptions, run.events
+    assert run.first["r2"] <= 150 + wait
+
+
 @pytest.mark.parametrize(("policy", "window"), [("tova", 1), ("ams-tova", 32)])
 def test_an_urgent_request_waits_as_long_as_a_cut_takes(
     policy: str, window: int, model_config: ModelConfig

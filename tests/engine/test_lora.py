@@ -123,6 +123,35 @@ def test_answers_are_those_without_the_cache(
         assert (cold[name] == tokens) is (policy is IDENTITY)
 
 
+def test_who_sits_a_step_out_keeps_its_slot(
+    tiny_model: Path, adapters: list[Any], tmp_path: Path
+) -> None:
+    """vLLM counts the adapters of a step, in which one event of two is carried out."""
+    from vllm.lora.request import LoRARequest
+
+    third = LoRARequest("c", 3, str(write_lora(tmp_path / "c", tiny_model, 3)))
+    policy = {**IDENTITY, "events": "always", "events_per_step": 1}
+    with serve(tiny_model, policy, adapters) as engine:
+        run = engine.run([jobs_of([each])[0] for each in (*adapters, third)])
+        assert {len(tokens) for tokens in run.tokens.values()} == {NUM_TOKENS}
+
+
+def test_nobody_is_cut_for_one_without_a_slot(
+    tiny_model: Path, adapters: list[Any]
+) -> None:
+    """Two that have room run; of the other adapter one waits until they end."""
+    policy = {**AMS, "interval": 64, "events": "pressure"}
+    changes = {"max_loras": 1, "num_blocks": 24, "max_model_len": 416}
+    first, second = adapters
+    with serve(tiny_model, policy, adapters, **changes) as engine:
+        jobs = [
+            Job(str(number), make_prompt(number, 250), NUM_TOKENS, lora=lora)
+            for number, lora in enumerate((first, first, second))
+        ]
+        engine.run(jobs)
+        assert engine.counters()["events"] == 0
+
+
 def test_adapters_take_turns_in_one_slot(
     tiny_model: Path, adapters: list[Any], stock: Answers
 ) -> None:

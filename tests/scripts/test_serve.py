@@ -340,7 +340,7 @@ serve.GRACE_SECONDS = 0.5
 server = os.getpid()
 if not os.fork():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    options = SimpleNamespace(host="127.0.0.1", port="9")
+    options = SimpleNamespace(host="127.0.0.1", port="9", extra=[])
     serve.listens = lambda *given: print("attended", flush=True)
     serve.attend(options, server)
     os._exit(0)
@@ -356,5 +356,5 @@ def test_a_server_that_waits_for_its_clients_is_ended() -> None:
     ) as server:
         assert server.stdout is not None and "attended" in server.stdout.readline()
         os.killpg(server.pid, signal.SIGINT)
-        assert "ending the server" in server.stdout.read()
+        assert "running 0.5 s after Ctrl-C: ended" in server.stdout.read()
     assert server.returncode == -signal.SIGKILL

@@ -32,7 +32,13 @@ from vllm_kvpolicy.observe.shared_files import (
 )
 from vllm_kvpolicy.observe.trace_files import check_trace
 from vllm_kvpolicy.policies.names import ADMISSIONS, OWN_MODELS, models_of
-from vllm_kvpolicy.sizes import check_drafts, own_block_size, settled
+from vllm_kvpolicy.sizes import (
+    check_drafts,
+    full_layers,
+    kv_heads,
+    own_block_size,
+    settled,
+)
 
 logger = init_logger("vllm.kv_policy")
 
@@ -96,17 +102,20 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
         # Other refusals read a VllmConfig that only a known version is sure to have.
         _refuse(config, machine_refusals())
         _tell_evidence()
-        _choose(engine_args, config)
+        _choose(engine_args)
     return config
 
 
-def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
+def finish(
+    engine_args: Any, vllm_config: Any, config: KVPolicyConfig, may_limit: bool = False
+) -> None:
     """Refuse what is not supported, name our classes and check the policy's files.
 
     Args:
         engine_args: EngineArgs that `prepare` has seen, and of which vLLM has made
             `vllm_config`; that is changed.
         config: what `prepare` returned.
+        may_limit: the user left open how many requests run at once.
 
     Raises:
         ValueError: with every reason at once.
@@ -122,6 +131,8 @@ def finish(engine_args: Any, vllm_config: Any, config: KVPolicyConfig) -> None:
         if compat.is_first_process(engine_args):
             tell_untested(vllm_config)
         compat.align_states(vllm_config)
+        if may_limit and config.is_ragged and compat.platform_name() == "cuda":
+            _limit_requests(vllm_config)
         config = settled(vllm_config)
         config.validate_block_size(own_block_size(vllm_config))
         check_drafts(config, vllm_config)
@@ -240,7 +251,7 @@ def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:
     scheduler.scheduler_cls = classes[bool(scheduler.async_scheduling)]
 
 
-def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
+def _choose(engine_args: Any) -> None:
     """Choose what the user left open and a policy depends on."""
     overrides = engine_args.hf_overrides or {}
     if isinstance(overrides, dict) and "architectures" not in overrides:
@@ -259,35 +270,24 @@ def _choose(engine_args: Any, config: KVPolicyConfig) -> None:
         dtypes = str(engine_args.dtype), engine_args.kv_cache_dtype
         chosen_name = compat.cuda_attention_backend(model, *dtypes)
         engine_args.attention_backend = AttentionBackendEnum[chosen_name]
-    if platform == "cuda" and config.is_ragged and engine_args.max_num_seqs is None:
-        most = _most_requests(engine_args, model)
-        if most is not None:
-            logger.info("KV policy: --max-num-seqs %d, for room for page lists", most)
-            engine_args.max_num_seqs = most
 
 
-def _most_requests(engine_args: Any, model: Mapping[str, Any]) -> int | None:
-    """Return how many requests have room for the page lists of their heads in a step.
+def _limit_requests(vllm_config: Any) -> None:
+    """Let no more requests run than have room for the page lists of their heads.
 
-    A power of two; None where that is vLLM's default or more. In the tables of a step,
-    which graphs read, each layer and KV head of a request has a list as long as
-    `max_model_len` may need.
-
-    Args:
-        model: its config.json.
+    In the tables of a step, which graphs read, each layer and KV head of a request has
+    a list as long as max_model_len may need. A power of two, and never more than
+    before.
     """
-    text = model.get("text_config") or model
-    longest = engine_args.max_model_len or -1
-    if longest < 0:
-        longest = text.get("max_position_embeddings") or 1
-    heads = text.get("num_key_value_heads") or text.get("num_attention_heads") or 1
-    lists = -(-heads // engine_args.tensor_parallel_size)
-    lists *= text.get("num_hidden_layers") or 1
-    memory = compat.device_memory()
-    row = 4 * lists * -(-longest // engine_args.block_size)
-    most = 1 << max((memory // TABLES_PART // row).bit_length() - 1, 0)
-    is_large = memory >= 70 * 2**30 and "A100" not in compat.device_name().upper()
-    return most if most < (1024 if is_large else 256) else None
+    longest = vllm_config.model_config.max_model_len
+    pages = -(-longest // own_block_size(vllm_config))
+    row = 4 * full_layers(vllm_config) * kv_heads(vllm_config)[0] * pages
+    room = compat.device_memory() // TABLES_PART // row
+    most = 1 << max(room.bit_length() - 1, 0)
+    scheduler = vllm_config.scheduler_config
+    if most < scheduler.max_num_seqs:
+        logger.info("KV policy: --max-num-seqs %d, for room for page lists", most)
+        scheduler.max_num_seqs = most
 
 
 def _tell_chosen(vllm_config: Any, config: KVPolicyConfig) -> None:

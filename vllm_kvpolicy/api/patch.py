@@ -83,6 +83,7 @@ def _with_policy(original: Callable) -> Callable:
         context = args[0] if args else kwargs.get("usage_context")
         serves_http = context is UsageContext.OPENAI_API_SERVER
         runs_batch = context is UsageContext.OPENAI_BATCH_RUNNER
+        is_open = self.max_num_seqs is None
         config = engine_config.prepare(self)
         vllm_config = original(self, *args, **kwargs)
         if config is None:
@@ -91,7 +92,7 @@ def _with_policy(original: Callable) -> Callable:
                 _wrap(table.ATTACH_METRICS, _with_counters)
             return vllm_config
         chats.check_server(config, vllm_config, serves_http or runs_batch)
-        engine_config.finish(self, vllm_config, config)
+        engine_config.finish(self, vllm_config, config, may_limit=is_open)
         _wrap(table.PROCESS_INPUTS, _with_request_check)
         _wrap(table.ENGINE_READY, _with_engine_check)
         if serves_http or runs_batch:

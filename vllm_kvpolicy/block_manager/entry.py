@@ -95,8 +95,8 @@ class Entry:
     # Tokens not computed because nobody was preempted, before this step and in it.
     _num_lost: int = 0
     _num_waiting: int = 0
-    # Who waits for others to be cut, and since which step.
-    _first: tuple[str, int] = "", 0
+    # By request that waits for others to be cut, since which step.
+    _since: dict[str, int] = field(default_factory=dict)
     # By request, how many steps in a row it has sat out.
     _waits: dict[str, int] = field(default_factory=dict)
     # What each request misses until its next event or end, and how many steps that
@@ -123,6 +123,7 @@ class Entry:
             late_steps=self.late_steps,
             notice=max(self.window_tokens, self.num_drafts),
             by_priority=self.by_priority,
+            watermark=self.watermark,
         )
 
     @property
@@ -201,9 +202,8 @@ class Entry:
         that vLLM preempts less urgent ones, as it does without a policy.
         """
         step = self.forecast.step
-        if self._first[0] != request_id:
-            self._first = request_id, step
-        return step - self._first[1] <= self.pressure.lead_steps
+        since = self._since.setdefault(request_id, step)
+        return step - since <= self.pressure.lead_steps
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
         """Book a running request anew where it is not where it was expected."""
@@ -263,6 +263,7 @@ class Entry:
     def leave(self, request: Request) -> None:
         """Forget a request that has been preempted or has ended; learn from the end."""
         self._forget(request.request_id)
+        self._since.pop(request.request_id, None)
         self._num_lost = 0
         self._claim.drop_of((request.request_id,))
         self.lengths.learn_from(request)

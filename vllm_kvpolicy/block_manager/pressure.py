@@ -48,6 +48,7 @@ class Pressure:
         late_steps: by which what is scheduled may be ahead of what has been computed.
         notice: most tokens from a call to its event: queries to read, or drafts.
         by_priority: less urgent requests are cut first.
+        watermark: superblocks that vLLM wants to be free behind one that enters.
 
     Attributes:
         level: tokens per KV head to which the last calls have cut, what is pinned not
@@ -68,6 +69,7 @@ class Pressure:
     late_steps: int
     notice: int
     by_priority: bool = False
+    watermark: int = 0
     level: int | None = None
     num_calls: Counter[str] = field(default_factory=Counter)
     # What all hold that are cut to their floors as often as they may be.
@@ -262,13 +264,13 @@ class Pressure:
     def _coming(self, waiting: Sequence[Request], demand: dict[str, int]) -> np.ndarray:
         """Return [lead + 1] int64: what those who wait will hold in steps to come.
 
-        They enter one after the other, as far as there is room beside all floors, each
-        when the prompts of those before it have been computed.
+        They enter one after the other, as far as there is room beside all floors and
+        the watermark, each when the prompts of those before it have been computed.
         """
         lead, size = self.lead_steps, self.manager.block_size
         sizes = self.manager.others.sizes
         coming, tokens = np.zeros(lead + 1, np.int64), 0
-        room = self.manager.num_usable - self.unforeseen()
+        room = self.manager.num_usable - self.unforeseen() - self.watermark
         held = np.zeros(0)  # by those before it, at their floors
         seen: set[Any] = set()
         for request in waiting:
@@ -284,7 +286,7 @@ class Pressure:
             num_blocks = int(levels[0])
             floor = float(levels[-1])  # without a bound
             if state is not None and state.plan.is_called:
-                floor = self.floor(state, last)
+                floor = float(self.floor(state, last))
             cached = 0
             if state is None or state.plan.takes_hits:
                 cached = self._num_cached(request, seen)
@@ -293,15 +295,15 @@ class Pressure:
             short, both = sorted((held, more), key=len)
             both = both.copy()
             both[: len(short)] += short
-            if request.request_id in demand:
-                num_blocks = demand[request.request_id]
-            elif is_worth(self.at_floors.beside(both), room, known):
-                num_blocks -= cached
-            else:
+            asked = demand.get(request.request_id)
+            is_sure = asked is not None and not self.watermark
+            if not (is_sure or is_worth(self.at_floors.beside(both), room, known)):
                 break
+            num_blocks = num_blocks - cached if asked is None else asked
             held = both
             coming[start:] += num_blocks
             tokens += known
+        coming[coming > 0] += self.watermark
         return coming
 
     def _num_cached(self, request: Request, seen: set[Any]) -> int:

@@ -175,12 +175,44 @@ class KVPolicySchedulerMixin(CountingMixin):
         return super().schedule(*args, **kwargs)
 
     def _may_enter(self) -> list[Request]:
-        """Return the waiting requests for which vLLM has places, first ones first."""
+        """Return the waiting requests that vLLM lets in if there is room, in order.
+
+        It passes over those that wait for something else, such as a grammar.
+        """
         if self.pause_state != PauseState.UNPAUSED:
             return []
         places = self.max_num_active_reqs - len(self.running)
         places -= self.num_waiting_for_streaming_input
-        return list(islice(self.waiting, max(places, 0)))
+        adapters = self._adapters()
+        able = (
+            request
+            for request in self.waiting
+            if not self._is_blocked_waiting_status(request.status)
+            and (not request.num_stale_output_tokens or request.drop_stale_output)
+            and self._has_slot(request, adapters)
+        )
+        return list(islice(able, max(places, 0)))
+
+    def _adapters(self) -> set[int]:
+        """Return the LoRA adapters of the requests that run."""
+        if not self.lora_config:
+            return set()
+        asked = (request.lora_request for request in self.running)
+        return {each.lora_int_id for each in asked if each is not None}
+
+    def _has_slot(self, request: Request, adapters: set[int]) -> bool:
+        """Return whether a waiting request's adapter has a slot; if so, add it.
+
+        Args:
+            adapters: that have slots.
+        """
+        asked = request.lora_request
+        if not self.lora_config or asked is None:
+            return True
+        is_free = len(adapters) < self.lora_config.max_loras
+        if is_free:
+            adapters.add(asked.lora_int_id)
+        return asked.lora_int_id in adapters
 
     def add_request(self, request: Request) -> None:
         """Queue a request and plan its events."""
@@ -354,9 +386,11 @@ class KVPolicySchedulerMixin(CountingMixin):
 
         Requests enter in vLLM's order: none overtakes one that had to wait for room,
         which it would have to do for ever. vLLM 0.32 stops at such a request by itself;
-        0.33 goes on to the next.
+        0.33 goes on to the next. And vLLM counts the adapters of this step's requests
+        alone, though a running one that sits it out comes back with its own.
         """
-        return not self._is_closed and super()._handle_blocked_waiting_request(request)
+        may_enter = not self._is_closed and self._has_slot(request, self._adapters())
+        return may_enter and super()._handle_blocked_waiting_request(request)
 
     def set_pause_state(self, pause_state: PauseState) -> None:
         """Pause or go on; while paused, nobody makes way for a request that waits."""

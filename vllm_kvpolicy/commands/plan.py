@@ -27,6 +27,7 @@ from vllm_kvpolicy.sizes import (
     STATE,
     OtherGroups,
     auto_budget,
+    full_layers,
     has_other_values,
     kv_heads,
     layer_kinds,
@@ -86,8 +87,7 @@ class Engine:
     @property
     def num_layers(self) -> int:
         """Layers of full attention, which a policy bounds."""
-        every = self.model.get_num_layers(self.vllm_config.parallel_config)
-        return self.others.num_full if self.others.count else every
+        return full_layers(self.vllm_config)
 
     def beside(self, num_tokens: int) -> tuple[int, float]:
         """Return what a request holds in their groups, at most and on the average."""

@@ -172,7 +172,8 @@ def head_page_tables_ref(
     entry = (bounds[:, :-1, None] + place).clamp_(min=0)
     in_row = (entry // len(own_page)).clamp_(max=global_blocks.shape[1] - 1)
     owner = global_blocks[slots].gather(1, in_row.flatten(1).long()).view_as(entry)
-    listed = pages[owner.long(), entry.long() % len(own_page)]
+    cell = owner.long() * len(own_page) + entry % len(own_page)
+    listed = pages.view(-1).index_select(0, cell.flatten()).view_as(entry)
     local = torch.where(place < 0, column, column - more.int()[..., None])
     local = local.clamp(0, blocks.shape[-1] - 1).flatten(1).long()
     own = blocks[which].gather(1, local).view_as(entry) * stride + own_page[:, None]

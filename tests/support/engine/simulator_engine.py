@@ -70,6 +70,7 @@ class Scenario:
         estimates: vLLM estimates the work of steps (`--enable-mfu-metrics`).
         pool: superblocks of the pool; None for what `spare` says.
         pins: chance that a request pins some of its prompt, or all.
+        watermark: share of the pool that is to stay free behind one that enters.
     """
 
     policy: dict[str, Any]
@@ -97,6 +98,7 @@ class Scenario:
     estimates: bool = False
     pool: int | None = None
     pins: float = 0.0
+    watermark: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", {"events": ALWAYS, **self.policy})
@@ -206,6 +208,7 @@ def make_scheduler(scenario: Scenario, model: ModelConfig) -> Scheduler:
         policy="priority" if scenario.priorities else "fcfs",
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
+        watermark=scenario.watermark,
     )
     config = VllmConfig(
         model_config=model,
