@@ -31,6 +31,7 @@ FUSED = named("attention fused")
 LORA = named("LoRA adapters with a p")
 MULTIMODAL = named("multimodal")
 WEIGHT_TRANSFER = named("weight transfer with a p")
+SLEEP = named("sleep mode with a p")
 FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
 SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
 OTHER_DRAFTS = named("draft models")
@@ -247,8 +248,8 @@ TRIGGERS = {
     "images, audio and video": model(supports_multimodal_inputs=True),
     MULTIMODAL: model(is_multimodal_model=True) | FILE,
     "prompt embeddings": model(enable_prompt_embeds=True),
-    "sleep mode": model(enable_sleep_mode=True),
     WEIGHT_TRANSFER: {"weight_transfer_config": SET} | FILE,
+    SLEEP: model(enable_sleep_mode=True) | FILE,
 }
 # Rows that depend on the installation -> what switches them on there.
 MACHINE_TRIGGERS = {

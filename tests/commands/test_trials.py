@@ -13,7 +13,7 @@ from support.engine_configs import engine_args
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import evidence
-from vllm_kvpolicy.commands import judge, trials, verify_engine
+from vllm_kvpolicy.commands import judge, trials, verify, verify_engine
 from vllm_kvpolicy.commands.judge import FAILED, PASSED, Answer, Check
 
 FLASHINFER = SimpleNamespace(name="FLASHINFER")
@@ -33,9 +33,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "device_name", lambda: "a card")
 
 
-def model(kind: str, *layers: str, use_mla: bool = False) -> dict[str, Any]:
+def model(kind: str, *layers: str, **changes: bool) -> dict[str, Any]:
     text = SimpleNamespace(layer_types=list(layers) or None, model_type=kind)
-    found = SimpleNamespace(hf_text_config=text, use_mla=use_mla)
+    values = {"use_mla": False, "enable_sleep_mode": False, **changes}
+    found = SimpleNamespace(hf_text_config=text, **values)
     return {"model_config": found}
 
 
@@ -62,6 +63,7 @@ def mixed(larger: int = 1) -> SimpleNamespace:
         hf_text_config=text,
         model_arch_config=shapes,
         use_mla=False,
+        enable_sleep_mode=False,
         get_num_kv_heads=lambda parallel, shape: 2,
     )
 
@@ -80,6 +82,7 @@ USES: dict[str, dict[str, Any]] = {
     "flashinfer": {
         "attention_config": SimpleNamespace(backend=FLASHINFER, backend_per_kind={})
     },
+    "sleep": model("qwen3", enable_sleep_mode=True),
     "lora": {"lora_config": object()},
     "ranks": {"parallel_config": SimpleNamespace(tensor_parallel_size=2)},
 }
@@ -242,3 +245,33 @@ def test_stock_that_does_not_agree_with_itself(level: float, result: str) -> Non
 def test_answers_of_noise_do_not_begin_as_stocks(found: Answer, result: str) -> None:
     stock = [Answer((3, 9), close=((0.5, 5), (0.1, 4)))]
     assert judge.begin_alike(stock, [found]).result == result
+
+
+def test_who_slept_reads_nothing_of_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool that was given back holds anything; sleep empties the prefix cache."""
+    asked = verify._config({})
+    sizes = verify_engine.Sizes(asked.budget_tokens + asked.interval_tokens)
+    settings = {"skip_tokenizer_init": True, "enable_prefix_caching": True}
+    made = str(trials.make_qwen3(tmp_path)), verify_engine.EXACT, sizes
+    seen = verify_engine.Asked(True, True)
+    with verify_engine._started(*made, None, settings) as engine:
+        assert {check.result for check in seen.ask(engine)} <= {PASSED}
+    forgets = True
+
+    def nap(engine: verify_engine.Engine) -> None:
+        core = engine._engine.engine_core.engine_core
+        if forgets:
+            core.reset_prefix_cache()
+        for cache in core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            cache.normal_()
+
+    monkeypatch.setattr(verify_engine.Engine, "can_sleep", True)
+    monkeypatch.setattr(verify_engine.Engine, "nap", nap)
+    (_, mover), *_ = verify_engine._engines(asked, sizes, trials.WITH_STOCK)[1]
+    with verify_engine._started(*made, mover, settings) as engine:
+        for forgets in (True, False):
+            checks = list(verify_engine._mover(engine, "x", seen, drafts=False))
+            (after,) = [each for each in checks if "after sleep" in each.name]
+            assert after.result == (PASSED if forgets else FAILED), checks

@@ -29,6 +29,7 @@ from vllm_kvpolicy.api.guards import (
     is_on_gpu,
     mixes_windows,
     several,
+    sleeps,
     speculates_by,
 )
 
@@ -73,6 +74,7 @@ FEATURES = (
     Feature("ngram", "n-gram speculation", speculates_by("ngram")),
     Feature("suffix", "speculation by suffix trees", speculates_by("suffix")),
     Feature("flashinfer", "FlashInfer", lambda config: FLASHINFER in backends(config)),
+    Feature("sleep", "sleep mode", sleeps),
     Feature("lora", "LoRA adapters", has_adapters, has_trial=False),
     Feature("ranks", "tensor parallelism", several("tensor_parallel"), has_trial=False),
 )

@@ -144,6 +144,7 @@ selects = of_policies(
 speculates = given("speculative_config")
 has_adapters = given("lora_config")
 transfers_weights = given("weight_transfer_config")
+sleeps = on("model_config.enable_sleep_mode")
 
 
 def has_other_executor(config: Any) -> bool:
@@ -870,10 +871,9 @@ REFUSALS = (
     ),
     left_out("prompt embeddings", "model_config.enable_prompt_embeds"),
     Refusal(
-        "sleep mode",
-        on("model_config.enable_sleep_mode"),
-        "leave out --enable-sleep-mode: vLLM sleeps on GPUs only, and none has slept "
-        "with a policy; pausing and resuming work",
+        "sleep mode with a policy for the model's own weights ({fitted})",
+        all_of(sleeps, is_fitted),
+        "leave out --enable-sleep-mode: who sleeps may wake up with other weights",
     ),
     Refusal(
         "weight transfer with a policy for the model's own weights ({fitted})",

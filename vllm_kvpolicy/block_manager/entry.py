@@ -312,9 +312,9 @@ class Entry:
         if not self.calls_events and not is_worth(held, room, price):
             return False
         if self.calls_events and held.max() > room:
-            lead = self.pressure.lead_steps
-            reserve = int(self.pressure.reserve(lead).max())
-            return int(held[: lead + 1].max()) + reserve <= room
+            held = held[: self.pressure.lead_steps + 1]
+            reserve = self.pressure.reserve(len(held) - 1)
+            return int((held + reserve).max()) <= room
         left = usable - staying - int(levels[0])
         return left >= levels.max() - levels[0] or self._proceeds(left, leaving)
 

@@ -252,6 +252,7 @@ class Trial:
         settings: of vLLM's EngineArgs, beside those that all engines have.
         gpu_dtypes: of the model, one after the other.
         on_cpu: CPUs have it, too, and start several engines with it in a process.
+        of_mover: further settings, of the engine alone that moves tokens.
     """
 
     make: Callable[[Path], Path] = make_qwen3
@@ -259,6 +260,7 @@ class Trial:
     kinds: Kinds = RAGGED
     gpu_dtypes: tuple[str, ...] = ("float32", "bfloat16")
     on_cpu: bool = True
+    of_mover: Mapping[str, Any] = field(default_factory=dict)
 
 
 # vLLM's kernel for CPUs rotates queries of some shapes by wrong positions.
@@ -285,6 +287,10 @@ TRIALS = {
         settings=ROTATED,
         kinds=WITH_STOCK,
         gpu_dtypes=("bfloat16",),
+    ),
+    # vLLM has room for one such engine in a process.
+    "sleep": Trial(
+        kinds=WITH_STOCK, on_cpu=False, of_mover={"enable_sleep_mode": True}
     ),
     "ngram": _drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
     "suffix": _drafting("suffix"),

@@ -158,6 +158,15 @@ class Engine:
                 )
         return [found[name] for name in order]
 
+    @property
+    def can_sleep(self) -> bool:
+        return bool(self._engine.model_config.enable_sleep_mode)
+
+    def nap(self) -> None:
+        """Give the memory of weights and pool back, and take it again."""
+        self._engine.sleep(level=1)
+        self._engine.wake_up()
+
     def counters(self) -> dict[str, float]:
         """Return the engine's counters; it has a policy."""
         return self._scheduler.kv_policy_counters.read()
@@ -190,6 +199,7 @@ def checks(
     say: Say,
     settings: Values | None = None,
     kinds: Kinds = WITH_STOCK,
+    of_mover: Values | None = None,
 ) -> Iterator[Check]:
     """Start engines one after the other and yield what was found.
 
@@ -199,6 +209,7 @@ def checks(
         say: is told what takes long before it begins.
         settings: of vLLM's EngineArgs, for all engines.
         kinds: which engines there are beside.
+        of_mover: further settings, of the engines alone that move tokens.
 
     Raises:
         ValueError: there is no such model, or its requests are too short for an event.
@@ -231,7 +242,7 @@ def checks(
         yield from judged("stock vLLM without it", None, seen.begin_alike, others)
     for where, values in movers:
         judge_it = partial(_mover, where=where, seen=seen, drafts=drafts)
-        yield from judged(where, values, judge_it)
+        yield from judged(where, values, judge_it, {**settings, **(of_mover or {})})
     yield from judged(*policy, partial(_policy, seen=seen, config=config))
 
 
@@ -274,7 +285,8 @@ def trial_checks(
             elif compat.caches_latents(config_json):
                 settings["attention_backend"] = "CPU_MLA"
                 settings["block_size"] = compat.LATENT_TOKENS
-            found = checks(model, dtype, config, say, settings, trial.kinds)
+            sort = settings, trial.kinds, trial.of_mover
+            found = checks(model, dtype, config, say, *sort)
             for check in found:
                 yield replace(check, name=f"{dtype}, {check.name}")
 
@@ -339,6 +351,13 @@ def _mover(engine: Engine, where: str, seen: Asked, drafts: bool) -> Iterator[Ch
     grown = judge.growth(before, engine.counters())
     name = f"{where}: tokens that were moved give"
     yield seen.judged(name, found, grown, has_events=True)
+    if engine.can_sleep:
+        engine.nap()
+        before = engine.counters()
+        found = engine.ask(seen.prompts)
+        grown = judge.growth(before, engine.counters())
+        name = f"{where}: after sleep, tokens that were moved give"
+        yield seen.judged(name, found, grown, has_events=True)
     if drafts:
         yield judge.drafts_are_taken(found, grown)
     yield judge.counters_agree(where, found, grown)
