@@ -280,6 +280,7 @@ def plain_server(policy: dict[str, Any]) -> Any:
             worker_cls=next(iter(WORKER_CLASSES)),
             tensor_parallel_size=1,
             pipeline_parallel_size=1,
+            world_size=1,
             data_parallel_size=1,
             data_parallel_backend="mp",
             decode_context_parallel_size=1,

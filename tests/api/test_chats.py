@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.entrypoints.serve.tokenize.protocol import TokenizeChatRequest
 from vllm.logger import _print_warning_once
 
 from vllm_kvpolicy.api import chats
@@ -223,3 +224,10 @@ def test_servers_without_a_template_are_refused(kind, serves):
     chats.check_server(KVPolicyConfig("tova", pin="prompt"), engine, serves)
     model.hf_config.model_type = "qwen3"
     chats.check_server(config, engine, True)
+
+
+@pytest.mark.parametrize("xargs", ["none", {"kv_pin": "system"}, {"kv_pin": 7}])
+def test_tokens_are_counted_whatever_stands_beside(xargs):
+    server = SimpleNamespace(additional_config={"kv_policy": {"policy": "tova"}})
+    request = TokenizeChatRequest(messages=[USER], vllm_xargs=xargs)
+    assert chats.wants(server, request) == set()

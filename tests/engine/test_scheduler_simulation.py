@@ -238,7 +238,9 @@ def test_engines_beside(
 
 def on_call(scenario: Scenario, turn: int) -> Scenario:
     """Let an engine call for events; by turns it shares, speculates, has windows."""
-    scenario = replace(scenario, caching=turn % 2 == 1)
+    is_shared = turn % 2 == 1
+    spare = scenario.spare + 1.5 * is_shared * bool(scenario.pins)  # for what is pinned
+    scenario = replace(scenario, caching=is_shared, spare=spare)
     if turn % 6 == 2 and scenario.depth == 1:  # vLLM drafts without looking ahead
         scenario = speculating(scenario, turn)
     elif turn % 6 == 4:

@@ -37,7 +37,9 @@ def wants(vllm_config: Any, request: Any) -> set[str]:
     server = server_config(vllm_config)
     if server is None or getattr(request, "use_beam_search", False):
         return set()
-    if not hasattr(request, "vllm_xargs"):  # as what only counts tokens
+    # What only counts tokens has no such field, and takes anything by that name.
+    unknown = getattr(request, "model_extra", None) or {}
+    if not hasattr(request, "vllm_xargs") or "vllm_xargs" in unknown:
         return set()
     asked = request.vllm_xargs or {}
     name = asked.get("kv_policy", server.policy)
