@@ -123,7 +123,6 @@ def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
             num_requests=1,
             num_heads=LAYERS * HEADS,
             block_size=PAGE,
-            max_global_blocks=BLOCKS,
             max_local_tokens=RECENT + PAGE - 1,
             num_memories=len(remembered(needs)),
             is_ragged=False,

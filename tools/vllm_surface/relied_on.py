@@ -64,7 +64,8 @@ _ENGINE = (
         },
         read=(
             "kv_cache_manager perf_metrics requests running waiting pause_state "
-            "max_num_active_reqs num_waiting_for_streaming_input vllm_config"
+            "max_num_active_reqs num_waiting_for_streaming_input vllm_config "
+            "lora_config _is_blocked_waiting_status"
         ),
     ),
     Owner(
@@ -91,7 +92,8 @@ _ENGINE = (
         read=(
             "request_id sampling_params num_prompt_tokens num_computed_tokens "
             "num_in_flight_tokens cache_salt block_hashes update_block_hashes "
-            "all_token_ids num_tokens _block_hasher"
+            "all_token_ids num_tokens _block_hasher num_stale_output_tokens "
+            "drop_stale_output lora_request"
         ),
     ),
     Owner(
