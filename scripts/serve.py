@@ -376,7 +376,10 @@ def attend(options: argparse.Namespace, server_pid: int) -> None:
     may_end = not any(word.startswith("--shutdown-timeout") for word in words)
     while os.getppid() == server_pid:
         if may_end and stopped and time.monotonic() > stopped[0] + GRACE_SECONDS:
-            print(f"running {GRACE_SECONDS} s after Ctrl-C: ended", flush=True)
+            told = (
+                f"{GRACE_SECONDS} s after Ctrl-C vLLM waits for clients: server killed"
+            )
+            print(told, flush=True)
             end(server_pid)
             return
         if not is_ready and not stopped and listens(server_pid, int(options.port)):

@@ -345,6 +345,17 @@ def test_an_urgent_request_enters_while_others_are_cut(
     assert "r6" not in {name for name, _, _ in run.events}
 
 
+@pytest.mark.parametrize("step", [270, 280])
+def test_an_urgent_request_waits_for_nobody_who_is_about_to_end(
+    step: int, model_config: ModelConfig
+) -> None:
+    """They would have their last tokens before they could be cut."""
+    prompts, answers = [100] * 6 + [90], [300] * 6 + [20]
+    scenario = replace(MIX, priorities=True, pool=40)
+    run = serve(scenario, model_config, prompts, answers, urgent={6: step})
+    assert run.first["r6"] <= step + 4
+
+
 @pytest.mark.parametrize(
     ("pool", "watermark", "is_cut", "wait"),
     [

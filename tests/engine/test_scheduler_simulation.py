@@ -283,16 +283,19 @@ def by_priority(scenario: Scenario, turn: int) -> Scenario:
 
 # Engines on which called events went wrong once: windows without room, prompts cut
 # inside beside others, sharers that only together give anything back, requests that end
-# before their event, that sit out, that hold more than was foreseen.
+# before their event, that sit out, that hold more than was foreseen, events that give
+# nothing back.
 ONCE_WRONG: list[tuple[str, int, int, bool, Any]] = [
     ("ams-tova", 1, 1, False, None),
     ("ams-tova", 1, 3, True, None),
+    ("ams-tova", 1, 48, False, None),
     ("tova", 2, 1, False, None),
     ("tova", 1, 6, True, None),
     ("tova", 2, 8, True, None),
     ("hard-tova", 2, 8, True, None),
     ("tova", 1, 0, False, speculating),
     ("streaming", 1, 6, False, beside_windows),
+    ("streaming", 1, 18, False, None),
     ("streaming", 2, 4, True, resetting),
     ("adakv-snapkv", 1, 8, True, by_priority),
 ]

@@ -198,12 +198,14 @@ class Entry:
     def _waits_for_cuts(self, request_id: str) -> bool:
         """Return whether cuts may still make room for a request in time.
 
-        As long as one takes that is called for as soon as the request is there. After
-        that vLLM preempts less urgent ones, as it does without a policy.
+        As long as one takes that is called for as soon as the request is there, and as
+        long as one is called for. After that vLLM preempts less urgent ones, as it does
+        without a policy.
         """
-        step = self.forecast.step
-        since = self._since.setdefault(request_id, step)
-        return step - since <= self.pressure.lead_steps
+        step, states = self.forecast.step, self.planner.states
+        waited = step - self._since.setdefault(request_id, step)
+        is_called = any(states[each].call is not None for each in self._running)
+        return waited < 2 or (is_called and waited <= self.pressure.lead_steps)
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
         """Book a running request anew where it is not where it was expected."""

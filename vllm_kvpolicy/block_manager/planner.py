@@ -180,8 +180,10 @@ class RequestState:
 
     @property
     def soonest_release(self) -> int:
-        """First position at which a call could give superblocks back."""
-        least = self.footprint.events.budget + self.spacing  # tokens held there
+        """First position at which a call gives superblocks back for sure."""
+        footprint = self.footprint
+        # Tokens held there; of fewer, all may be kept in as many superblocks.
+        least = footprint.events.budget + max(self.spacing, footprint.block_size)
         return max(self.soonest_call, self.dropped_tokens + least)
 
     @property

@@ -339,9 +339,10 @@ class Pressure:
             return None
         state.computed = request.num_computed_tokens
         position = state.soonest_call
-        # The last queries of a prompt know best what it needs, and are there soon.
-        known = request.num_tokens
-        if position <= known <= state.computed + self.lead_steps * self.step_tokens:
+        # The last queries of a prompt know best what it needs, and are there soon. In
+        # an answer only an event at once needs no superblock of a full pool.
+        known, soonest = request.num_tokens, max(position, state.computed + 2)
+        if soonest <= known <= state.computed + self.lead_steps * self.step_tokens:
             position = known
         elif position > state.computed + self.lead_steps:
             return None  # it had its last event just now
