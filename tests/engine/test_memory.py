@@ -209,7 +209,7 @@ def test_a_pool_too_small_says_what_takes_the_memory_and_what_is_enough(
         start(tiny_model, 2)
     text = str(refused.value)
     assert text.startswith("KV cache memory: of 2.0 MiB, --kv-policy takes ")
-    assert "page lists of heads" in text and " for adakv-snapkv, quest; " in text
+    assert "page lists of heads" in text and " for adakv-snapkv, quest), and " in text
     assert "values of kept tokens" in text and " for ams-tova" in text
     assert "take policies out of `allow`" in text and "\n" not in text
     enough = float(text.partition("give at least ")[2].partition(" MiB")[0])

@@ -155,7 +155,7 @@ def test_an_architecture_that_a_checkpoint_leaves_out(tmp_path, config, wanted):
         ({"architectures": ["Mine"]}, {"architectures": ["Mine"]}),
     ):
         args.hf_overrides = given
-        _choose(args, KVPolicyConfig.from_dict({"policy": "dms"}))
+        _choose(args)
         added = {"architectures": [wanted]} if wanted else {}
         assert (args.hf_overrides or {}) == {**added, **kept}
 
