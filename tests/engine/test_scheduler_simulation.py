@@ -289,6 +289,7 @@ ONCE_WRONG: list[tuple[str, int, int, bool, Any]] = [
     ("ams-tova", 1, 1, False, None),
     ("ams-tova", 1, 3, True, None),
     ("ams-tova", 1, 48, False, None),
+    ("ams-tova", 1, 34, False, beside_states),
     ("tova", 2, 1, False, None),
     ("tova", 1, 6, True, None),
     ("tova", 2, 8, True, None),
