@@ -345,6 +345,15 @@ def test_an_urgent_request_enters_while_others_are_cut(
     assert "r6" not in {name for name, _, _ in run.events}
 
 
+def test_a_scorer_without_a_window_cuts_in_the_step_that_needs_it(
+    model_config: ModelConfig,
+) -> None:
+    """A token later the event itself would need a superblock of the full pool."""
+    scenario = replace(MIX, policy={**MIX.policy, "policy": "streaming"}, pool=20)
+    run = serve(scenario, model_config, PROMPTS[:6], [300] * 6)
+    assert run.steps <= 606 and run.preemptions == 0
+
+
 @pytest.mark.parametrize("step", [270, 280])
 def test_an_urgent_request_waits_for_nobody_who_is_about_to_end(
     step: int, model_config: ModelConfig
