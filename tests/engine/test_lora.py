@@ -145,8 +145,10 @@ def test_nobody_is_cut_for_one_without_a_slot(
     first, second = adapters
     with serve(tiny_model, policy, adapters, **changes) as engine:
         jobs = [
-            Job(str(number), make_prompt(number, 250), NUM_TOKENS, lora=lora)
-            for number, lora in enumerate((first, first, second))
+            Job(str(number), make_prompt(number, length), 100, lora=lora)
+            for number, (length, lora) in enumerate(
+                ((250, first), (250, first), (300, second))
+            )
         ]
         engine.run(jobs)
         assert engine.counters()["events"] == 0
