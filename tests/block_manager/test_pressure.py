@@ -24,9 +24,10 @@ from support import sweeps
 from support.calibration_files import options_for
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager.entry import Entry
+from vllm_kvpolicy.block_manager.levels import Row, water_fill
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, RequestPlan, RequestState
-from vllm_kvpolicy.block_manager.pressure import Pressure, Row, water_fill
+from vllm_kvpolicy.block_manager.pressure import Pressure
 from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.observe import metrics, snapshots
 from vllm_kvpolicy.policies.names import names, parse
@@ -593,6 +594,14 @@ def test_a_ceiling_bounds_what_is_held_with_room_for_all(
     short = serve(replace(scenario, pool=54), model_config, PROMPTS, [300] * 8)
     deeper = [budget for *_, budget in short.events if budget < 160]
     assert short.preemptions == 0 and deeper and min(deeper) >= 96
+
+
+def test_an_event_leaves_room_until_the_next_one(model_config: ModelConfig) -> None:
+    """One alone, in a pool for its floor and an interval, but not for its ceiling."""
+    policy = {**MIX.policy, "interval": 100, "ceiling": 144}
+    run = serve(replace(MIX, policy=policy, pool=8), model_config, [40], [331])
+    budgets = [budget for *_, budget in run.events]
+    assert run.preemptions == 0 and 96 <= min(budgets) < 144, budgets
 
 
 def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:

@@ -131,8 +131,8 @@ class RequestState:
         return self.plan.footprint
 
     def usable_hit(self, num_cached: int) -> int:
-        """Return how many cached tokens it takes: all, without events in its prompt."""
-        is_whole = self.plan.is_called and self.plan.takes_hits and self.inside is None
+        """Return how many cached tokens it takes: all, if its events are called for."""
+        is_whole = self.plan.is_called and self.plan.takes_hits
         return num_cached if is_whole else self.plan.usable_hit(num_cached)
 
     def next_event(self, position: int) -> int:

@@ -25,6 +25,7 @@ from vllm_kvpolicy.block_manager.forecast import (
     course_peak,
     is_worth,
 )
+from vllm_kvpolicy.block_manager.levels import Levels, Row, by_urgency, water_fill
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
 from vllm_kvpolicy.events import after_event
@@ -224,8 +225,9 @@ class Pressure:
         is_short = self._most(lead, no_one) > usable
         coming = self._coming(waiting, demand) if waiting else no_one
         if not is_short and self._most(lead, coming) <= usable:
+            self._deepen(usable, coming)
             return
-        rows = [row for row in map(self._row, self.running) if row is not None]
+        rows = self._rows()
         if not rows:
             return
         cause = GROWTH
@@ -234,6 +236,33 @@ class Pressure:
             is_urgent = self.by_priority and any(row.priority > first for row in rows)
             cause = PRIORITY if is_urgent else ENTERING
         self._call(rows, usable, coming, cause)
+
+    def _deepen(self, usable: int, coming: np.ndarray) -> None:
+        """Have the events of this step leave less where the pool will run short.
+
+        That is before their requests can be cut again.
+        """
+        states, size = self.planner.states, self.planner.limits.block_size
+        due = [
+            states[request_id].spacing
+            for request_id, request in self.running.items()
+            if (call := states[request_id].call) is not None
+            and call.position == request.num_computed_tokens
+        ]
+        if not due:
+            return
+        lacking = self._most(self.lead_steps + max(due), coming) - usable
+        if lacking <= 0:
+            return
+        rows = self._rows()
+        chosen = water_fill(rows, lacking, size) or Levels(rows, size).cut_to(0)
+        for row, budget in chosen:
+            if row.is_called and not row.wait:
+                self._have(row.request_id, Call(row.position, row.pinned + budget))
+
+    def _rows(self) -> list[Row]:
+        """Return all that can be cut, or cut deeper than was called for."""
+        return [row for row in map(self._row, self.running) if row is not None]
 
     def _cut_to_ceilings(self) -> None:
         """Call for events of those who soon hold an interval above their ceiling."""
@@ -252,14 +281,14 @@ class Pressure:
             if position <= latest and position < before:
                 self._have(request_id, Call(position, state.plan.ceiling), CEILING)
 
-    def _have(self, request_id: str, call: Call, cause: str) -> None:
-        """Have a running request cut."""
+    def _have(self, request_id: str, call: Call, cause: str = GROWTH) -> None:
+        """Have a running request cut; an event that was called for counts no more."""
+        state = self.planner.states[request_id]
+        self.num_calls[cause] += state.call is None
         self.planner.call(request_id, call)
         if request_id in self._windows:
-            state = self.planner.states[request_id]
             self._called[request_id] = state.footprint.window_blocks
         self.rebook(request_id)
-        self.num_calls[cause] += 1
 
     def _coming(self, waiting: Sequence[Request], demand: dict[str, int]) -> np.ndarray:
         """Return [lead + 1] int64: what those who wait will hold in steps to come.
@@ -332,11 +361,13 @@ class Pressure:
         held[: len(load)] += load
         return int((held + self.reserve(last))[first:].max())
 
-    def _row(self, request_id: str) -> "Row | None":
+    def _row(self, request_id: str) -> Row | None:
         """Return what can be asked of a request; None where it cannot be cut."""
         state, request = self.planner.states[request_id], self.running[request_id]
-        if not state.plan.is_called or state.call is not None:
+        if not state.plan.is_called:
             return None
+        if state.call is not None:
+            return self._pending_row(request, state, state.call)
         state.computed = request.num_computed_tokens
         position = state.soonest_call
         # The last queries of a prompt know best what it needs, and are there soon. In
@@ -350,7 +381,7 @@ class Pressure:
         # An event inside a prompt may come before, or begin to read queries before.
         if state.next_event(state.computed) <= position + footprint.window_tokens:
             return None
-        most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        most = self._most_tokens(request)
         if position >= most:
             return None
         frontier = footprint.frontier_blocks(position)
@@ -372,8 +403,34 @@ class Pressure:
             ends=position + self.lead_steps >= most,
         )
 
+    def _pending_row(self, request: Request, state: RequestState, call: Call) -> Row:
+        """Return by how much an event that has been called for can be deeper.
+
+        Room that was there when it was called for may be gone.
+        """
+        frontier = state.footprint.frontier_blocks(call.position)
+        return Row(
+            request_id=request.request_id,
+            priority=request.priority if self.by_priority else 0,
+            position=call.position,
+            held=call.budget - state.pinned_tokens,
+            floor=state.footprint.events.budget - state.pinned_tokens,
+            spacing=state.footprint.block_size,
+            local=call.position - frontier * state.footprint.block_size,
+            whole=state.num_dest(call.position) - state.pinned,
+            pinned=state.pinned_tokens,
+            wait=call.position - request.num_computed_tokens,
+            ends=call.position + self.lead_steps >= self._most_tokens(request),
+            is_called=True,
+        )
+
+    def _most_tokens(self, request: Request) -> int:
+        """Return the most tokens that a request has, prompt and answer."""
+        whole = request.num_prompt_tokens + request.max_tokens
+        return min(whole, self.max_model_len)
+
     def _call(
-        self, rows: list["Row"], usable: int, coming: np.ndarray, cause: str
+        self, rows: list[Row], usable: int, coming: np.ndarray, cause: str
     ) -> None:
         """Cut rows to the highest level with which the pool does not run short.
 
@@ -381,9 +438,10 @@ class Pressure:
         can be cut at once are, to their floors, even if they end soon.
         """
         size = self.planner.limits.block_size
-        chosen = self._to_level([row for row in rows if not row.ends], usable, coming)
         last = self.lead_steps + self.notice
         lacking = self._most(last, coming, self._effect) - usable
+        staying = [row for row in rows if not row.ends]
+        chosen = self._to_level(staying or rows, usable, coming)
         if lacking <= 0 or not chosen:
             lacking = int(self.forecast.ahead(0).max(initial=0)) - usable
             at_once = [row for row in rows if not row.wait]
@@ -396,14 +454,16 @@ class Pressure:
         gains = Levels([row for row, _ in chosen], size).gains(budgets)
         del chosen[int(np.searchsorted(gains.cumsum(), lacking)) + 1 :]
         self.level = min(budget for _, budget in chosen)
-        for place, (row, budget) in enumerate(chosen):
-            delay = place // self.planner.limits.events_per_step
+        place = 0
+        for row, budget in chosen:
+            delay = 0 if row.is_called else place // self.planner.limits.events_per_step
+            place += not row.is_called
             call = Call(row.position + delay, row.pinned + budget)
             self._have(row.request_id, call, cause)
 
     def _to_level(
-        self, rows: list["Row"], usable: int, coming: np.ndarray
-    ) -> list[tuple["Row", int]]:
+        self, rows: list[Row], usable: int, coming: np.ndarray
+    ) -> list[tuple[Row, int]]:
         """Return whom to cut to which budget, longest first, urgent ones last."""
         if not rows:
             return []
@@ -453,122 +513,3 @@ def held_at_floor(budget: int, recent: int, stretch: int, block_size: int) -> fl
         for tokens in range(0, stretch + 1, max(stretch // 8, 1))
     ]
     return sum(held) / len(held)
-
-
-@dataclass(frozen=True)
-class Row:
-    """A running request that may be cut.
-
-    Args:
-        position: of its event.
-        held: tokens per KV head that it would hold there behind what is pinned.
-        floor: K, fewest of these tokens to which it is cut.
-        spacing: fewest tokens that an event drops.
-        local: tokens behind the frontier there.
-        whole: superblocks between what is pinned and the frontier, less those that
-            others hold, too.
-        shared: those.
-        pinned: tokens in superblocks that no event touches.
-        wait: tokens until its event.
-        ends: it has its last token before others could be cut.
-    """
-
-    request_id: str
-    priority: int
-    position: int
-    held: int
-    floor: int
-    spacing: int
-    local: int
-    whole: int
-    shared: int = 0
-    pinned: int = 0
-    wait: int = 0
-    ends: bool = False
-
-
-def by_urgency(each: tuple[Row, int]) -> tuple[int, int]:
-    """Return what sorts rows and their budgets: least urgent, most to drop first."""
-    row, budget = each
-    return -row.priority, budget - row.held
-
-
-def water_fill(
-    rows: list[Row], lacking: int, size: int
-) -> list[tuple[Row, int]] | None:
-    """Return who is cut, and to what, so that enough superblocks come back.
-
-    Those of the least urgent class first; of a class all to the same level, the highest
-    that suffices, and none below its floor.
-
-    >>> row = Row("a", 0, 400, 400, 64, 8, 16, 24)
-    >>> [(each.request_id, budget) for each, budget in water_fill([row], 5, 16)]
-    [('a', 320)]
-
-    Args:
-        lacking: superblocks that have to come back.
-        size: N, tokens per superblock.
-
-    Returns:
-        None where even the floors give back too little.
-    """
-    chosen: list[tuple[Row, int]] = []
-    for priority in sorted({row.priority for row in rows}, reverse=True):
-        of_class = [row for row in rows if row.priority == priority]
-        levels = Levels(of_class, size)
-        level = levels.highest(lacking)
-        chosen += levels.cut_to(level or 0)
-        if level is not None:
-            return chosen
-        lacking -= levels.gain(0)
-    return None
-
-
-class Levels:
-    """What rows give back when all are cut to one level.
-
-    Args:
-        size: N, tokens per superblock.
-    """
-
-    def __init__(self, rows: list[Row], size: int) -> None:
-        self.rows, self.size = rows, size
-        columns = [(r.held, r.floor, r.spacing, r.local, r.whole) for r in rows]
-        self.held, self.floor, self.spacing, self.local, self.whole = (
-            np.array(columns, np.int64).reshape(-1, 5).T
-        )
-
-    def gains(self, level: int | np.ndarray) -> np.ndarray:
-        """Return [R] superblocks that an event gives back; 0 where it is not worth it.
-
-        Args:
-            level: tokens; one for all rows, or [R].
-        """
-        budget = np.maximum(self.floor, level)
-        kept = -(-(budget - self.local) // self.size)
-        is_worth = self.held - budget >= self.spacing
-        return np.where(is_worth, np.maximum(self.whole - kept, 0), 0)
-
-    def gain(self, level: int) -> int:
-        """Return the superblocks that come back at a level."""
-        return int(self.gains(level).sum())
-
-    def highest(self, lacking: int) -> int | None:
-        """Return the highest level at which enough comes back; None for none."""
-        if lacking <= 0:
-            return int(self.held.max())
-        low, high = 0, int(self.held.max())
-        if self.gain(low) < lacking:
-            return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.gain(middle) >= lacking:
-                low = middle
-            else:
-                high = middle
-        return low
-
-    def cut_to(self, level: int) -> list[tuple[Row, int]]:
-        """Return those who are cut at a level, and to what."""
-        gains, budget = self.gains(level), np.maximum(self.floor, level)
-        return [(self.rows[i], int(budget[i])) for i in np.flatnonzero(gains)]
