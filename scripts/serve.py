@@ -48,6 +48,12 @@ GATES = {
 THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 # Who sets one of them has chosen what vLLM tells.
 LOGGING = ("VLLM_LOGGING_LEVEL", "VLLM_LOGGING_CONFIG_PATH", "VLLM_CONFIGURE_LOGGING")
+# What libraries say beside a log, and their bars of progress.
+QUIET = {
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+}
 
 HOW_TO_CALL = """
 Ready: {url}   model {name}, {policy}
@@ -177,6 +183,8 @@ def choose_log(options: argparse.Namespace) -> None:
     if says_more or any(name in os.environ for name in LOGGING):
         return
     os.environ["VLLM_LOGGING_CONFIG_PATH"] = str(ROOT / "scripts/logging.json")
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
     if not any(word.startswith("--uvicorn-log") for word in words):
         options.extra += ["--uvicorn-log-level", "warning"]
     print("Only errors of vLLM's log are shown; VLLM_LOGGING_LEVEL=INFO shows all")

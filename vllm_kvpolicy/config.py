@@ -29,6 +29,7 @@ from vllm_kvpolicy.config_keys import (
     VALID_KEYS,
     check_pin,
     check_switches,
+    nearest,
     request_keys,
     share_of,
     shown,
@@ -368,7 +369,7 @@ class KVPolicyConfig:
             if key not in VALID_KEYS:
                 raise ValueError(
                     f"{CONFIG_KEY}: got the unknown key {shown(key)}, expected one of "
-                    f"{_listed(VALID_KEYS)}"
+                    f"{_listed(VALID_KEYS)}{nearest(str(key), VALID_KEYS)}"
                 )
         given = {key: value for key, value in values.items() if value is not None}
         given = with_server_options(given)
@@ -569,7 +570,7 @@ def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
             raise ValueError(
                 f"kv_policy_config: got the unknown key {shown(key)}, expected a key "
                 f"of {_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
-                f"{_listed(SERVER_OPTIONS)}"
+                f"{_listed(SERVER_OPTIONS)}{nearest(key, [*known, *SERVER_OPTIONS])}"
             )
 
 

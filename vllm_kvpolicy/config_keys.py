@@ -4,10 +4,11 @@ Flags, checks, per-request keys and docs iterate these; `llm.LLM` lists its keyw
 hand.
 """
 
+import difflib
 import os
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,16 @@ _SHORT.maxstring = _SHORT.maxother = 80
 def shown(value: Any) -> str:
     """Return a value that a user gave as an error shows it, short."""
     return _SHORT.repr(value)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return a question about the known word that a wrong one is like, or nothing.
+
+    >>> nearest("intervall", ["budget", "interval"])
+    "; did you mean 'interval'?"
+    """
+    found = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
+    return f"; did you mean {found[0]!r}?" if found else ""
 
 
 def wrong(key: str, value: Any, expected: str) -> ValueError:

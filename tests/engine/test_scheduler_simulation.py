@@ -301,6 +301,7 @@ ONCE_WRONG: list[tuple[str, int, int, bool, Any]] = [
     ("streaming", 2, 4, True, resetting),
     ("adakv-snapkv", 1, 8, True, by_priority),
     ("ams-tova", 2, 13, False, on_call),
+    ("ams-tova", 1, 97, False, on_call),
     ("streaming", 1, 29, False, on_call),
 ]
 

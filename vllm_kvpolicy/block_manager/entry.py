@@ -279,7 +279,6 @@ class Entry:
         for request_id in self._entered:
             if request_id not in scheduled:
                 self._forget(request_id)
-                self.planner.plan_inside(request_id, None)
         self._entered.clear()
         self._claim.drop_of(scheduled)
         self.forecast.step += 1

@@ -61,12 +61,19 @@ class RequestPlan:
         Args:
             num_cached: tokens of its prefix that are cached, in whole superblocks.
         """
-        if not self.takes_hits:
-            return 0
+        most = self.cached_before(self.first_event) if self.takes_hits else 0
+        return min(most, num_cached)
+
+    @property
+    def before_event(self) -> int:
+        """Tokens computed before an event, at least: queries to read, or drafts."""
+        return max(self.footprint.window_tokens, self.num_drafts)
+
+    def cached_before(self, first_event: int) -> int:
+        """Return how many tokens may be cached if the first event comes there."""
         block_size = self.footprint.block_size
-        before = max(self.footprint.window_tokens, self.num_drafts)
-        last = self.first_event - before - 1
-        return max(min(last // block_size * block_size, num_cached), 0)
+        last = first_event - self.before_event - 1
+        return max(last // block_size * block_size, 0)
 
 
 @dataclass(frozen=True)
@@ -131,9 +138,18 @@ class RequestState:
         return self.plan.footprint
 
     def usable_hit(self, num_cached: int) -> int:
-        """Return how many cached tokens it takes: all, if its events are called for."""
-        is_whole = self.plan.is_called and self.plan.takes_hits
-        return num_cached if is_whole else self.plan.usable_hit(num_cached)
+        """Return how many cached tokens it takes.
+
+        All, if its events are called for. But where it was let in with events inside
+        its prompt and found no superblock, those before the first of these, whose
+        window may take more than the pool has if it comes behind a long hit.
+        """
+        if not (self.plan.is_called and self.plan.takes_hits):
+            return self.plan.usable_hit(num_cached)
+        if self.inside is None:
+            return num_cached
+        first = self.footprint.events.next_inside(self.plan.before_event + 1)
+        return min(self.plan.cached_before(first), num_cached)
 
     def next_event(self, position: int) -> int:
         """Return the first event position >= `position`; NO_STEP for none known."""
@@ -174,8 +190,7 @@ class RequestState:
 
         Its window has to fill, and drafts of the last step may lie before it.
         """
-        before = max(self.footprint.window_tokens, self.plan.num_drafts)
-        soonest = self.computed + before
+        soonest = self.computed + self.plan.before_event
         return max(soonest, self.passed + self.spacing) if self.ordinal else soonest
 
     @property

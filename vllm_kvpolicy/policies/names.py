@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from vllm_kvpolicy.config_keys import SERVER_OPTIONS, shown
+from vllm_kvpolicy.config_keys import SERVER_OPTIONS, nearest, shown
 
 Word = Any
 """A subclass of `policies.words.Word`, which imports torch."""
@@ -413,7 +413,7 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
     admission = words.pop(0) if words[0] in ADMISSIONS else ""
     selection = words.pop() if words and words[-1] in SELECTIONS else ""
     if len(words) > 1 or not (words or admission or selection):
-        raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
+        raise _unknown(name, key, name)
     found = {
         "admission": ADMISSIONS[admission] if admission else None,
         "whole": None if words or admission else _load(KEEP_ALL),
@@ -425,6 +425,12 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
     if info.has_own:
         _check_options(info, key)
     return info
+
+
+def _unknown(name: str, key: str, part: str) -> ValueError:
+    """Return the error of a name of which a part is no policy."""
+    expected = f"{grammar()}{nearest(part, parts())}"
+    return ValueError(f"{key}: got {shown(name)}, expected {expected}")
 
 
 def _check_options(info: PolicyInfo, key: str) -> None:
@@ -455,7 +461,7 @@ def _eviction(name: str, eviction: str, admission: str, key: str) -> dict[str, A
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     if sharing is None or scoring is None:
-        raise ValueError(f"{key}: got {shown(name)}, expected {grammar()}")
+        raise _unknown(name, key, eviction)
     reason = _refusal(sharing.refuses, scorer, scoring, SCORERS)
     if reason is None and admission:
         refused = ADMISSIONS[admission].refuses
@@ -495,7 +501,7 @@ def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
             valid = ", ".join(known) or "none"
             raise ValueError(
                 f"kv_policy_config: got the unknown key {key!r}, expected a key of "
-                f"{info.name!r} ({valid})"
+                f"{info.name!r} ({valid}){nearest(key, known)}"
             )
     values = {**_preset(info, given), **given}
     own = {}

@@ -146,8 +146,10 @@ class CacheCheck:
             found = look_up(request, *limits)
             name = request.request_id
             state = scheduler.kv_policy_planner.states.get(name)
-            is_whole = state is not None and state.plan.is_called and not state.inside
-            expected = self._hit(asked[name], request.num_tokens, is_whole)
+            first = asked[name].plan and asked[name].plan.next_event(1)
+            if state is not None and state.plan.is_called:
+                first = state.inside and self._first_inside(asked[name])
+            expected = self._hit(asked[name], request.num_tokens, first)
             check(found[1] == expected, name, "hits", found[1], "instead of", expected)
             lengths = {len(blocks) * self.block_size for blocks in found[0].blocks}
             check(lengths == {found[1]}, "blocks of hit")
@@ -172,7 +174,11 @@ class CacheCheck:
 
         manager.cache_blocks = noting
 
-    def _hit(self, asked: Asked, num_tokens: int, is_whole: bool) -> int:
+    def _first_inside(self, asked: Asked) -> int:
+        """Return where a called policy's first event inside a prompt may come."""
+        return asked.plan.next_inside(max(asked.window, self.num_drafts) + 1)
+
+    def _hit(self, asked: Asked, num_tokens: int, first: int | None) -> int:
         """Return how many tokens a request should take from the cache.
 
         Its last token is always computed; under a policy, the queries that the first
@@ -180,12 +186,12 @@ class CacheCheck:
         superblocks that it reaches back to.
 
         Args:
-            is_whole: no event comes before one is called for.
+            first: position of its first event; None if it is called for later.
         """
         size, limit = self.block_size, num_tokens - 1
-        if asked.plan is not None and not is_whole:
+        if first is not None:
             before = max(asked.window, self.num_drafts)
-            limit = min(limit, asked.plan.next_event(1) - before - 1)
+            limit = min(limit, first - before - 1)
         cached = {
             (get_group_id(known), int(codes[-1]))
             for block_id, (known, codes) in self._expected.items()
