@@ -176,11 +176,12 @@ def test_events_inside_prompts_can_be_left_out():
     ("values", "words"),
     [
         ({"policy": "best"}, ["'best'", "ams", "streaming"]),
+        ({"policy": "wgkv+ams-expcted"}, ["did you mean 'ams-expected'?"]),
         ({"policy": None}, ["policy: missing", "ams", "budget"]),
-        ({"bugdet": 3}, ["'bugdet'", *VALID_KEYS]),
+        ({"bugdet": 3}, ["'bugdet'", *VALID_KEYS, "did you mean 'budget'?"]),
         (
             {**AMS, "policy_config": {"min_segment": 0, "windwo": 3}},
-            ["got the unknown key 'windwo'", "'ams-tova'"],
+            ["got the unknown key 'windwo'", "'ams-tova'", "mean 'window'?"],
         ),
         ({"pin": -1}, ["pin: got -1", "'none', 'system', 'prompt' or a number"]),
         ({"pin": True}, ["pin: got True", "'none', 'system', 'prompt' or a number"]),

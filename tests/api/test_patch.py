@@ -283,10 +283,15 @@ def test_any_program_that_starts_vllm_gets_the_policy_of_the_environment(
     found = config.additional_config["kv_policy"]
     assert (found["policy"], found["budget"]) == ("tova", 96)
     assert config.scheduler_config.scheduler_cls is not None
+    told: list[str] = []
+    tell = lambda form, names: told.append(form % names)  # noqa: E731
+    monkeypatch.setattr(engine_config.logger, "warning", tell)
     for text in ("none", ""):
         monkeypatch.setenv("VLLM_KV_POLICY", text)
         stock = engine_args(tiny_model).create_engine_config()
         assert "kv_policy" not in (stock.additional_config or {})
+        names = [said.split(":")[0] for said in told]
+        assert names == ([] if text else ["VLLM_KV_BUDGET"])
     for own in (None, object()):
         assert engine_config.prepare(SimpleNamespace(additional_config=own)) is None
 

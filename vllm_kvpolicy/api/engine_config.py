@@ -95,6 +95,10 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
         additional = cli.merge(engine_args.additional_config, {}, under)
     values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
     if values is None:
+        if under:
+            given = compat.policy_variables().items()
+            said = ", ".join(k for k, text in given if text and k in cli.VARIABLES)
+            logger.warning("%s: without a policy this changes nothing", said)
         return None
     with errors(_is_command(engine_args)):
         _check_name(additional)
