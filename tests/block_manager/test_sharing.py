@@ -16,6 +16,7 @@ from support.request_plans import request_plan
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.forecast import held_levels
 from vllm_kvpolicy.block_manager.manager import Turnover
+from vllm_kvpolicy.block_manager.planner import RequestState
 from vllm_kvpolicy.block_manager.sharing import Shared
 from vllm_kvpolicy.events import EventPlan, Footprint
 
@@ -283,6 +284,19 @@ def test_a_hit_never_reaches_the_event_itself():
     events = EventPlan(prompt_len=300, budget=64, interval=40, prefill_interval=96)
     plan = request_plan(engine.planner, events, 4, 2)
     assert plan.first_event == 96 and plan.usable_hit(288) == 80
+
+
+def test_a_called_request_takes_all_but_behind_events_inside_its_prompt():
+    """Nothing is offered behind these, and a window there may have no room."""
+    engine = Engine(1)
+    events = EventPlan(prompt_len=300, budget=64, interval=40, prefill_interval=96)
+    plan = replace(request_plan(engine.planner, events, 4, 2), is_called=True)
+    state = RequestState(plan)
+    assert state.usable_hit(288) == 288
+    state.inside = (130, 300)
+    assert state.usable_hit(288) == 80
+    state.plan = replace(plan, num_drafts=96)
+    assert state.usable_hit(288) == 80 and state.usable_hit(32) == 32
 
 
 def test_a_request_that_measures_its_tokens_takes_nothing():

@@ -21,7 +21,8 @@ class Row:
         pinned: tokens in superblocks that no event touches.
         wait: tokens until its event.
         ends: it has its last token before others could be cut.
-        is_called: the event is called for, with the budget `held`.
+        is_called: the event is called for, with the budget `held`; it may be a
+            superblock deeper (`spacing`), of those that it leaves (`whole`).
     """
 
     request_id: str

@@ -240,25 +240,31 @@ class Pressure:
     def _deepen(self, usable: int, coming: np.ndarray) -> None:
         """Have the events of this step leave less where the pool will run short.
 
-        That is before their requests can be cut again.
+        That is before anybody can be cut again. Who is less urgent is cut first.
         """
         states, size = self.planner.states, self.planner.limits.block_size
-        due = [
-            states[request_id].spacing
-            for request_id, request in self.running.items()
-            if (call := states[request_id].call) is not None
-            and call.position == request.num_computed_tokens
-        ]
-        if not due:
+        again, is_due = [], False
+        for request_id, request in self.running.items():
+            state, computed = states[request_id], request.num_computed_tokens
+            if state.call is None:
+                again.append(max(state.soonest_call - computed, 0))
+            elif state.call.position == computed:
+                again.append(state.spacing)
+                is_due = True
+        if not is_due:
             return
-        lacking = self._most(self.lead_steps + max(due), coming) - usable
+        lacking = self._most(self.lead_steps + min(again), coming) - usable
         if lacking <= 0:
             return
         rows = self._rows()
         chosen = water_fill(rows, lacking, size) or Levels(rows, size).cut_to(0)
-        for row, budget in chosen:
-            if row.is_called and not row.wait:
-                self._have(row.request_id, Call(row.position, row.pinned + budget))
+        least = max((row.priority for row, _ in chosen if row.wait), default=0)
+        due = [each for each in chosen if each[0].is_called and not each[0].wait]
+        for row, budget in due:
+            if row.priority >= least:
+                call = Call(row.position, row.pinned + budget)
+                self.level = budget
+                self._have(row.request_id, call, GROWTH)
 
     def _rows(self) -> list[Row]:
         """Return all that can be cut, or cut deeper than was called for."""
@@ -278,11 +284,16 @@ class Pressure:
             # An event inside a prompt may come before, or begin to read queries before.
             before = state.next_event(state.computed) - state.footprint.window_tokens
             latest = min(state.computed + soon, self.last[request_id])
-            if position <= latest and position < before:
+            if position <= latest and position < before and self._has_spare():
                 self._have(request_id, Call(position, state.plan.ceiling), CEILING)
 
-    def _have(self, request_id: str, call: Call, cause: str = GROWTH) -> None:
-        """Have a running request cut; an event that was called for counts no more."""
+    def _has_spare(self) -> bool:
+        """Return whether an event that no shortage asks for finds room for a window."""
+        usable = self.manager.num_usable - self.unforeseen()
+        return self._most(self._effect, np.zeros(1, np.int64)) <= usable
+
+    def _have(self, request_id: str, call: Call, cause: str) -> None:
+        """Have a running request cut; a deeper event is not counted once more."""
         state = self.planner.states[request_id]
         self.num_calls[cause] += state.call is None
         self.planner.call(request_id, call)
@@ -441,10 +452,11 @@ class Pressure:
         last = self.lead_steps + self.notice
         lacking = self._most(last, coming, self._effect) - usable
         staying = [row for row in rows if not row.ends]
-        chosen = self._to_level(staying or rows, usable, coming)
+        chosen = self._to_level(staying, usable, coming)
+        chosen = chosen or self._to_level(rows, usable, coming)
         if lacking <= 0 or not chosen:
             lacking = int(self.forecast.ahead(0).max(initial=0)) - usable
-            at_once = [row for row in rows if not row.wait]
+            at_once = [row for row in rows if not (row.wait or row.is_called)]
             chosen = Levels(at_once, size).cut_to(0)
             chosen.sort(key=by_urgency)
         if lacking <= 0 or not chosen:

@@ -111,8 +111,11 @@ class ForecastCheck:
         whole = -(-last // size) + manager.others.sizes.most_blocks(last)
         if not state.plan.is_called:
             return min(admission.pressure.floor(state, last), whole)
-        # The next call goes out in the step after an event, at the soonest.
+        # The next call goes out in the step after an event, at the soonest. The last
+        # event inside a prompt may leave no room for one at its end.
         stretch = state.spacing + 1 + admission.late_steps
+        if request.num_output_tokens <= 2 * stretch:
+            stretch += footprint.events.prefill_interval
         at = footprint.events.budget, footprint.recent, stretch, size
         most = after_any_event(*at) + footprint.window_blocks
         most += -(-footprint.ahead // size) + manager.others.sizes.most_blocks(last, 1)
@@ -123,7 +126,7 @@ class ForecastCheck:
     def _check_asking(self, admission: Any) -> None:
         """Check that one who fits beside all floors enters when the others can be cut.
 
-        That takes a window, a step for each share of events, and two spacings of
+        That takes a window, a step for each share of events, and three spacings of
         events, as others may hold more than on the average; and before that, the
         prompts that are being computed. With drafts nobody knows how far others get in
         a step, and what they may take counts as taken.
@@ -140,7 +143,7 @@ class ForecastCheck:
         running = self.scheduler.running
         steps += not any(each.is_prefill_chunk for each in running)
         self.asking = name, steps
-        most = admission.pressure.lead_steps + 2 * spacing
+        most = admission.pressure.lead_steps + 3 * spacing
         check(steps < most, name, "has waited", steps, "steps for room, of", most)
 
     @property
