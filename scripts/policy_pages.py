@@ -130,7 +130,7 @@ FACTS = Measure(
 )
 CHAINS = Measure(
     "Chains of look-ups, lines that are right in their place, in %, by budget; the "
-    "packaged model",
+    "packaged model, prompts may be dropped, `hard` has `hard_scope: model`",
     *("budgets", "standard.json.xz", {"score": "lines"}),
 )
 CONTROLS = Measure(CHAINS.title, "budgets", "controls.json.xz", {"score": "lines"})

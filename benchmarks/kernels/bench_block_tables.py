@@ -2,8 +2,9 @@
 
     python -m benchmarks.kernels.bench_block_tables --out FILE
 
-KV head h of layer l keeps N * 0.5 * 0.93389^l * 0.87215^h of N tokens. A layout says
-where they lie and what a step's attention walks:
+KV head h of layer l keeps N * 0.5 * 0.93389^l * 0.87215^h of N tokens, as in the
+authors' code; at most half, as in the paper's P3, where appendix B.2 says a quarter. A
+layout says where they lie and what a step's attention walks:
 
 sparse   nothing moves: one list of all N tokens, which every head of every layer walks
          under a bit mask of its own.

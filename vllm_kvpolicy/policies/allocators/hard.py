@@ -9,14 +9,16 @@ score; with `merge` those take in what they replace, see `choose_merge`.
 
 Source: Hard-KV, Problem 1, Constraint 1 and Cautious Update, as the paper has them; its
 code, https://github.com/SuDIS-ZJU/HARDInfer, keeps equally many in all heads.
-Deviations: no temperatures: a top-p set of the calibrated distribution is the first K_w
-in the method's order, so sizes come from raw attention and the order from the scorer
-(tests solve for the temperatures and compare). One order for all rows makes the union
-as long as the largest K_w and votes fall with rank; with `order` "attention" each row
-has its own.
-W is 32, not 128. K is a mean over heads, not a cap on each: `upper` 4 is how far the
-widest head exceeds the mean in the paper's profile of head sizes, `lower` the inverse
-(AdaKV protects 0.2).
+Deviations: no temperatures (theirs are found at a request's first event and reused): a
+top-p set of the calibrated distribution is the first K_w in the method's order, so
+sizes come from raw attention, at every event, and the order from the scorer (tests
+solve for the temperatures and compare). One order for all rows makes the union as long
+as the largest K_w and votes fall with rank; with `order` "attention" each row has its
+own.
+W is 32, not 128. K is a mean over heads, not a cap on each, and the bounds are not the
+paper's two thresholds: `upper` 4 is how far the widest head exceeds the mean in the
+profile of the paper's P3 and code (twice in appendix B.2), `lower` the inverse (AdaKV
+protects 0.2).
 """
 
 from typing import Literal

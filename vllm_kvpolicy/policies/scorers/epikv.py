@@ -8,12 +8,14 @@ place of z), "band" (z of the mean step of two bands of layers), "kv-key" and "k
 (rolling mean of the channels' variance), "lag-kv" (spread of keys and values, each
 chunk scaled by the range of the chunk before), "segment" (EpiKV-Seg: the best tokens of
 each segment first, more of them where keys vary more).
-Deviations: tokens are dropped at events, not one per step; the newest tokens that stay
-are the must-keep set that all policies share (theirs min(128, K / 4)); K counts
-generated tokens where the prompt is pinned; RoPE keeps true positions (theirs stop
-at K); norms are not rounded to bf16. "segment" fills the budget with the next best
-tokens (theirs leaves it empty). "lag-kv" averages keys over layers by cache index,
-which names different tokens where heads keep different ones.
+Deviations: unless options name layers that `python -m training epikv-layers` finds,
+they are at the depths that the authors found for their model; tokens are dropped at
+events, not one per step; the newest tokens that stay are the must-keep set that all
+policies share (theirs min(128, K / 4)); K counts generated tokens where the prompt is
+pinned (theirs the prompt, too); RoPE keeps true positions (theirs stop at K); norms are
+not rounded to bf16. "segment" fills the budget with the next best tokens (theirs leaves
+it empty). "lag-kv" averages keys over layers by cache index, which names different
+tokens where heads keep different ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,8 +6,10 @@ output of an adapter.
 
 Source: Dynamic Memory Sparsification, arXiv 2506.05345, section 3 and appendix B, and
 https://github.com/NVIDIA/Model-Optimizer/tree/a2fbac7/experimental/dms; see `model` and
-docs/dms.md. Deviations: tokens leave the window at events; heads are filled up to whole
-pages with refused tokens; sinks are kept.
+docs/dms.md. Deviations: in the paper a token decides about itself, here as in NVIDIA's
+release its successor does, unless the model or `dms_shift` says otherwise; tokens leave
+the window at events; heads are filled up to whole pages with refused tokens; sinks are
+kept.
 """
 
 import math
