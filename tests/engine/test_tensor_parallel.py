@@ -76,8 +76,7 @@ def on_both(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Pair]:
         options = options_with_files(served, folder, heads)
         known = {key for name in served for key in parse(name).options}
         options |= {key: value for key, value in WINDOWS.items() if key in known}
-        if more.pop("exact", False):
-            options["exact"] = True
+        options |= {key: more.pop(key) for key in ("exact", "variant") if key in more}
         one, two = (
             run_on(ranks, model, served, options, folder, num_blocks, **more)
             for ranks in (1, 2)
@@ -115,6 +114,13 @@ def test_admissions_and_selections_are_those_of_one_rank(on_both) -> None:
 def test_decisions_of_the_model_are_those_of_one_rank(on_both, served) -> None:
     found = compare(*on_both(served, num_blocks=24))
     assert found.events > len(served) and not differing(found), found
+
+
+@pytest.mark.parametrize("variant", some(["lag-kv", "kv-key", "kv-val", "segment"]))
+def test_means_over_kv_heads_are_those_of_one_rank(on_both, variant) -> None:
+    """Prompts stay, so that answers are long before there is an event."""
+    found = compare(*on_both(("epikv", "rpc"), variant=variant, answer=260))
+    assert found.events > 2 and not differing(found), found
 
 
 @pytest.mark.slow

@@ -91,6 +91,7 @@ def run_on(
     num_blocks: int = 120,
     foresees: bool = False,
     events: str = ALWAYS,
+    answer: int = MAX_TOKENS,
     **changes: Any,
 ) -> Run:
     """Serve a request for each name; return what they gave."""
@@ -98,7 +99,7 @@ def run_on(
     values |= {"policy_config": options, "events": events}
     jobs = [
         replace(job, arrives=index)
-        for index, job in enumerate(one_job_each(names, LENGTHS, MAX_TOKENS, 0))
+        for index, job in enumerate(one_job_each(names, LENGTHS, answer, 0))
     ]
     changes = {"max_num_batched_tokens": 160, "max_model_len": 512, **changes}
     changes |= {"tensor_parallel_size": ranks, "foresees": foresees}

@@ -170,7 +170,8 @@ class MixScorer(BaseScorer):
         first = inputs.given("prompt_lengths")
         if self.scores_prompt:
             first = torch.ones_like(first)
-        scores = self.mix.scores(inputs.given("signals"), first, self.stat_window)
+        measured = {signal: _measured(inputs, signal) for signal in self.mix.signals}
+        scores = self.mix.scores(measured, first, self.stat_window)
         position = torch.arange(scores.shape[-1], device=scores.device)
         is_known = (position >= first[:, None]) & (position < inputs.end[:, None])
         highest = scores.masked_fill(~is_known, 0.0).amax(-1, keepdim=True)
@@ -194,7 +195,7 @@ class SegmentScorer(MixScorer):
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
         score = super().score(inputs, usage)
-        variance = _at_positions(inputs.given("signals")[self.variance], inputs)
+        variance = _at_positions(_measured(inputs, self.variance), inputs)
         valid, must_keep = inputs.valid, inputs.must_keep
         recent = leading_run((must_keep | ~valid).flip(-1)).flip(-1)
         is_best = best_of_segments(
@@ -226,6 +227,7 @@ class LagScorer(BaseScorer):
         valid = inputs.valid
         spread = lag_spread(inputs.given("keys"), valid, self.chunk)
         spread = spread + lag_spread(inputs.given("values"), valid, self.chunk)
+        spread = inputs.ranks.mean(spread)
         return spread[:, None, None].expand(valid.shape)
 
 
@@ -241,6 +243,12 @@ def _mix(variant: str, options: Any) -> Mix:
         signals.append(replace(signal, **chosen))
     weight = options.a_weight or mix.weights[0]
     return Mix(tuple(signals), (weight, mix.weights[1]), mix.statistic)
+
+
+def _measured(inputs: EventInputs, signal: TokenSignal) -> Tensor:
+    """Return a signal, a mean over the heads of all ranks, [E, P] float32."""
+    values = inputs.given("signals")[signal]
+    return values if signal.kind == "hidden" else inputs.ranks.mean(values)
 
 
 def _at_positions(by_position: Tensor, inputs: EventInputs) -> Tensor:
