@@ -124,12 +124,12 @@ class ForecastCheck:
         return min(most, whole)
 
     def _check_asking(self, admission: Any) -> None:
-        """Check that one who fits beside all floors enters when the others can be cut.
+        """Check that one who fits beside the most of all floors enters soon.
 
-        That takes a window, a step for each share of events, and three spacings of
-        events, as others may hold more than on the average; and before that, the
-        prompts that are being computed. With drafts nobody knows how far others get in
-        a step, and what they may take counts as taken.
+        That takes a window, a step for each share of events, and two spacings of
+        events; and before that, the prompts that are being computed. One who fits on
+        the average waits for others to be at their least together. With drafts nobody
+        knows how far others get in a step, and what they may take counts as taken.
         """
         if self.scenario.drafts:
             return
@@ -141,9 +141,14 @@ class ForecastCheck:
         states = admission.planner.states
         spacing = max(states[each].spacing for each in admission.pressure.running)
         running = self.scheduler.running
-        steps += not any(each.is_prefill_chunk for each in running)
+        names = [each.request_id for each in running]
+        if all(map(admission.is_bounded, names)):
+            together = demand[name] + sum(map(self._most_at_floor, names))
+            fits = together <= admission.manager.num_usable
+            steps += fits and not any(each.is_prefill_chunk for each in running)
+            self.totals["steps that ask for what fits"] += fits
         self.asking = name, steps
-        most = admission.pressure.lead_steps + 3 * spacing
+        most = admission.pressure.lead_steps + 2 * spacing
         check(steps < most, name, "has waited", steps, "steps for room, of", most)
 
     @property
