@@ -208,10 +208,13 @@ STOCK += [
     ("ams-tova", NEVER_BINDS, "gpt-oss"),
     ("adakv-snapkv", NEVER_BINDS, "lfm2"),
     ("ams-tova", NEVER_CALLED, "lfm2"),
-    *(("tova", {**LARGE, **NEVER_BINDS}, name) for name in FAMILIES),
     *(
-        ("snapkv" if name in LATENTS else "adakv-snapkv", NEVER_CALLED | LARGE, name)
-        for name in FAMILIES
+        (
+            "tova" if mode == NEVER_BINDS or name in LATENTS else "adakv-snapkv",
+            LARGE | mode,
+            name,
+        )
+        for name, mode in sweeps.paired(FAMILIES, (NEVER_BINDS, NEVER_CALLED))
     ),
     marked("ams-tova", NEVER_BINDS, "fp8"),
     marked("adakv-snapkv", NEVER_CALLED, "fp8, roomy"),

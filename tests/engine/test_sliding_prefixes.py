@@ -21,6 +21,7 @@ from support.engine.helpers import (
     watch_hits,
 )
 from support.engine.tensor_parallel import compare
+from support.sweeps import every_name, paired
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
 COMMON = ("ams-tova", "snapkv", "h2o", "streaming", "keydiff")
@@ -31,6 +32,8 @@ POLICIES = {
 }
 POLICIES |= {"gemma4_31b": COMMON, "gemma4_e2b": COMMON, "mimo_v2": COMMON}
 POLICIES["gemma3n"] = COMMON
+# Windows of one size and of two, and states; test_sliding_replay has the others.
+SOME = tuple(POLICIES) if every_name else ("gemma3", "lfm2", "gemma4_e2b")
 # Tokens per superblock of full attention, and of the largest superblocks.
 BLOCKS = {"gemma4_31b": (64, 64), "gemma4_e2b": (32, 64), "mimo_v2": (64, 64)}
 LARGE = {"budget": 160, "prefill_interval": 384}
@@ -140,8 +143,7 @@ def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
     return served
 
 
-@pytest.mark.parametrize("kind", POLICIES)
-@pytest.mark.parametrize("policy", BUDGETS)
+@pytest.mark.parametrize(("kind", "policy"), paired(POLICIES, BUDGETS))
 def test_what_drops_nothing_is_stock(in_crowds, kind: str, policy: str) -> None:
     ours, stock = in_crowds(kind, policy), in_crowds(kind, None)
     for run, hits, other in zip(ours.runs, ours.hits, stock.runs, strict=True):
@@ -154,7 +156,7 @@ def test_what_drops_nothing_is_stock(in_crowds, kind: str, policy: str) -> None:
         assert preemptions == [run.preemptions for run in stock.runs]
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", SOME)
 def test_what_is_kept_and_said_is_what_it_is_without(in_peace, kind: str) -> None:
     (plain,), shared = in_peace(kind, False).runs, in_peace(kind, True)
     cold, warm, cut = shared.runs
@@ -170,7 +172,7 @@ def test_what_is_kept_and_said_is_what_it_is_without(in_peace, kind: str) -> Non
     assert sum(bool(each.job.aborted) for each in cut.results.values()) > 2
 
 
-@pytest.mark.parametrize("kind", POLICIES)
+@pytest.mark.parametrize("kind", SOME)
 def test_requests_share_as_much_as_their_events_let_them(in_peace, kind: str) -> None:
     shared = in_peace(kind, True)
     cold, warm, _ = shared.hits
