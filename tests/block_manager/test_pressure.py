@@ -636,6 +636,35 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     assert not cut
 
 
+@pytest.mark.parametrize(
+    ("other", "deeper"), [(-1, ["due"]), (-3, ["due"]), (4, []), (None, ["due"])]
+)
+def test_an_urgent_event_is_no_deeper_while_others_can_be_cut(
+    other: int | None, deeper: list[str]
+) -> None:
+    """Priorities may be negative; a larger one is less urgent."""
+    fields = {"floor": 96, "local": 44, "whole": 9}
+    due = {"position": 300, "held": 300, "spacing": 32, "is_called": True}
+    rows = [Row("due", -1, **due, **fields)]
+    if other is not None:
+        later = {"position": 340, "held": 300, "spacing": 32, "wait": 40}
+        rows.append(Row("later", other, **later, **fields))
+    cut: list[str] = []
+    state = SimpleNamespace(call=Call(300, 300), spacing=32)
+    pressure: Any = SimpleNamespace(
+        planner=SimpleNamespace(
+            states={"due": state}, limits=SimpleNamespace(block_size=SIZE)
+        ),
+        running={"due": SimpleNamespace(num_computed_tokens=300)},
+        lead_steps=1,
+        _most=lambda last, coming: 60,
+        _rows=lambda: rows,
+        _have=lambda name, call, cause: cut.append(name),
+    )
+    Pressure._deepen(pressure, 50, np.zeros(1, np.int64))
+    assert cut == deeper
+
+
 def test_windows_are_reserved_again_when_called_ones_close() -> None:
     """Two are open half of the time; one has been called for, three steps from now."""
     state, request = SimpleNamespace(call=Call(110, 96)), SimpleNamespace()

@@ -39,6 +39,11 @@ class Row:
     ends: bool = False
     is_called: bool = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the event comes in this step."""
+        return self.is_called and not self.wait
+
 
 def by_urgency(each: tuple[Row, int]) -> tuple[int, int]:
     """Return what sorts rows and their budgets: least urgent, most to drop first."""

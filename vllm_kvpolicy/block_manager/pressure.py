@@ -258,10 +258,10 @@ class Pressure:
             return
         rows = self._rows()
         chosen = water_fill(rows, lacking, size) or Levels(rows, size).cut_to(0)
-        least = max((row.priority for row, _ in chosen if row.wait), default=0)
-        due = [each for each in chosen if each[0].is_called and not each[0].wait]
-        for row, budget in due:
-            if row.priority >= least:
+        others = (row.priority for row, _ in chosen if not row.is_due)
+        least = max(others, default=-math.inf)
+        for row, budget in chosen:
+            if row.is_due and row.priority >= least:
                 call = Call(row.position, row.pinned + budget)
                 self.level = budget
                 self._have(row.request_id, call, GROWTH)
