@@ -636,6 +636,33 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     assert not cut
 
 
+@pytest.mark.parametrize(("held", "called"), [(18, ["r0"]), (19, [])])
+def test_a_ceiling_takes_no_room_that_is_needed(held: int, called: list[str]) -> None:
+    """A window for its event would have a request preempted that fits to its end."""
+    found: list[str] = []
+    state = SimpleNamespace(
+        plan=SimpleNamespace(ceiling=256),
+        call=None,
+        ceiling_event=348,
+        next_event=lambda position: 10_000,
+        footprint=SimpleNamespace(window_tokens=5),
+    )
+    request = SimpleNamespace(num_computed_tokens=342, num_tokens=343)
+    pressure: Any = SimpleNamespace(
+        planner=SimpleNamespace(states={"r0": state}),
+        manager=SimpleNamespace(num_usable=18),
+        unforeseen=lambda: 0,
+        running={"r0": request},
+        last={"r0": 349},
+        _effect=7,
+        _most=lambda last, coming: held,
+        _have=lambda name, call, cause: found.append(name),
+    )
+    pressure._has_spare = lambda: Pressure._has_spare(pressure)
+    Pressure._cut_to_ceilings(pressure)
+    assert found == called
+
+
 @pytest.mark.parametrize(
     ("other", "deeper"), [(-1, ["due"]), (-3, ["due"]), (4, []), (None, ["due"])]
 )
