@@ -227,16 +227,18 @@ def _options() -> list[str]:
     ]
     words = {**SCORERS, **ALLOCATORS, **ADMISSIONS, **SELECTIONS}
     words |= dict(_tests())
-    fields = {k: f for w in words.values() for k, f in w.Options.model_fields.items()}
-    for key, field in fields.items():
-        users = [n for n, word in words.items() if key in word.Options.model_fields]
-        shown = ", ".join(f"`{name}`" for name in users)
-        cells = _default(field), shown, valid_range(field), field.description
-        lines.append(_row(f"`{key}`", *cells))
-    presets = {n: values for w in words.values() for n, values in w.presets.items()}
-    for name, values in presets.items():
-        changed = ", ".join(f"{key} {value}" for key, value in values.items())
-        lines += ["", f"Preset `{name}`: {changed or 'the defaults'}."]
+    users: dict[tuple[str, ...], list[str]] = {}  # by what a row says of a key
+    for name, word in words.items():
+        for key, field in word.Options.model_fields.items():
+            told = key, _default(field), valid_range(field), str(field.description)
+            users.setdefault(told, []).append(f"`{name}`")
+    for (key, default, valid, meaning), names in users.items():
+        lines.append(_row(f"`{key}`", default, ", ".join(names), valid, meaning))
+    for word_name, word in words.items():
+        for name, values in word.presets.items():
+            changed = ", ".join(f"{key} {value}" for key, value in values.items())
+            if changed:
+                lines += ["", f"Preset `{name}` of `{word_name}`: {changed}."]
     return [*lines, ""]
 
 

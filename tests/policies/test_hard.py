@@ -19,8 +19,14 @@ from support.event_inputs import (
     marked,
 )
 from support.words import built
-from vllm_kvpolicy.policies.allocators.hard import HardAllocator, scale_to
-from vllm_kvpolicy.policies.base import EventInputs
+from vllm_kvpolicy.policies.allocators.hard import (
+    LEAST,
+    PAPER,
+    TEMPERATURE,
+    HardAllocator,
+    scale_to,
+)
+from vllm_kvpolicy.policies.base import Decision, EventInputs
 from vllm_kvpolicy.policies.names import ALLOCATORS
 
 WINDOW, BUDGET, SHARP = 8, 70, 3.0
@@ -100,6 +106,61 @@ def test_under_a_cap_votes_decide_before_scores() -> None:
         others = [i for i in range(int(inputs.lengths[at])) if i not in must]
         first = best(others, got.score[at].tolist(), 60 - len(must))
         assert marked(got.keep, at) == must | set(first)
+
+
+def calibrated(score: Tensor, inputs: EventInputs) -> Decision:
+    allocator = hard(0.6, 0.0, 9.0, order="calibrated", mode="dynamic")
+    return choose(allocator, score, inputs, TOKENS)
+
+
+def first_event() -> tuple[Tensor, EventInputs]:
+    """Positive scores, as of attention, and nothing remembered."""
+    score, inputs = case()
+    nothing = {TEMPERATURE: torch.zeros_like(score)}
+    return score**4, replace(inputs, memory=nothing)
+
+
+def test_temperatures_give_attentions_sizes_at_a_first_event() -> None:
+    score, inputs = first_event()
+    allocator = hard(0.6, 0.0, 9.0, mode="dynamic")
+    assert torch.equal(
+        calibrated(score, inputs).keep, choose(allocator, score, inputs, TOKENS).keep
+    )
+
+
+def top_p(logits: Tensor, mass: float) -> int:
+    """Length of the shortest best part of softmax(logits) that holds `mass`."""
+    falling = torch.softmax(logits.double(), 0).sort(descending=True).values.tolist()
+    count = total = 0
+    while total < mass:
+        count, total = count + 1, total + falling[count]
+    return count
+
+
+def test_later_sizes_are_of_the_scores_at_remembered_temperatures() -> None:
+    score, inputs = first_event()
+    memory = calibrated(score, inputs).memory
+    later = replace(inputs, queries=inputs.queries * 5, memory=memory)
+    got, sharper = calibrated(score, later), calibrated(score**2, later)
+    assert torch.equal(got.keep, calibrated(score, inputs).keep)
+    assert torch.equal(sharper.memory[TEMPERATURE], memory[TEMPERATURE])
+    for at in ROWS:
+        row, length = (score**2)[at], int(inputs.lengths[at])
+        share = (row[:length].double() - row[:length].min()) / row[:length].max()
+        size = top_p((share + LEAST).log() / memory[TEMPERATURE][at][0], 0.6)
+        first = best(list(range(length)), row.tolist(), size)
+        assert marked(sharper.keep, at) == set(first) | marked(inputs.must_keep, at)
+    assert (sharper.keep.sum(-1) < got.keep.sum(-1)).sum() > len(ROWS) / 2
+
+
+def test_the_papers_budget_caps_each_head() -> None:
+    score, inputs = first_event()
+    paper = PAPER | {"window": WINDOW, "hard_p": 0.6}
+    allocator = built(ALLOCATORS["hard"], **paper)
+    got = choose(allocator, score, inputs, BUDGET).keep.sum(-1)
+    free = calibrated(score, inputs).keep.sum(-1)
+    assert torch.equal(got, free.clamp(max=BUDGET))
+    assert (got < BUDGET).any() and (got == BUDGET).any()
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])

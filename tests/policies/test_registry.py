@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -145,7 +145,10 @@ def test_words_that_share_an_option_agree_on_it() -> None:
     by_name: dict[str, Any] = {}
     for row in ROWS.values():
         for key, field in row.Options.model_fields.items():
-            assert repr(by_name.setdefault(key, field)) == repr(field)
+            if key == "preset":  # values of each word's own
+                assert get_args(field.annotation) == (*row.presets,)
+            else:
+                assert repr(by_name.setdefault(key, field)) == repr(field)
 
 
 def test_options_are_plain_data_that_cannot_change() -> None:
@@ -279,6 +282,12 @@ def test_defaults_equal_the_default_preset() -> None:
 def test_explicit_options_override_presets() -> None:
     assert resolved("ams-tova", preset="paper")["window"] == 128
     assert resolved("ams-tova", preset="paper", window=64)["window"] == 64
+    capped = resolved("hard-rkv", preset="paper", window=64)
+    assert (capped["hard_mode"], capped["hard_upper"], capped["window"]) == (
+        "dynamic",
+        1,
+        64,
+    )
     code = resolved("ams-snapkv", preset="code", min_quota=2)
     assert (code["segment_mass"], code["min_quota"]) == (0.02, 2)
 

@@ -11,6 +11,7 @@ that sums depend neither on their order nor on padding and mass 1 is every token
 sees a later key (in the authors' code early rows see the whole window).
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -23,6 +24,8 @@ from vllm_kvpolicy.kernels.ranking import ranked_positions
 from vllm_kvpolicy.kernels.softmax import effective_window, weights_of, window_logits
 
 WEIGHT_UNIT = 2**32  # fixed-point weight of a row's largest logit
+TEMPERATURES = 1e-3, 1e3  # lowest and highest
+HALVINGS = 30  # of the logarithm of this range
 
 
 def nucleus_mask(logits: Tensor, mass: float) -> Tensor:
@@ -51,7 +54,40 @@ def row_nucleus_counts(logits: Tensor, mass: float) -> Tensor:
     Returns:
         [...] int64 tokens; 0 where every logit is left out.
     """
-    rising = _rising(logits)
+    return _counts(_rising(logits), mass)
+
+
+def temperatures(logits: Tensor, counts: Tensor, mass: float) -> Tensor:
+    """Find temperatures at which as many logits hold `mass` as are asked for.
+
+    Of softmax(logits / temperature) the fewest largest weights that hold `mass` are
+    more, the higher the temperature. Found by bisection.
+
+    Source: Hard-KV, Problem 1 and algorithm 2.
+    Deviations: a range of 1e-3..1e3 (theirs ends at 1, or 10); until the count is the
+    one asked for, not until the mass is near `mass`.
+
+    Args:
+        logits: [..., T] float32 without NaN; minus infinity is left out.
+        counts: [...] integers, tokens; at least 1, at most what is not left out.
+        mass: p, above 0, at most 1.
+
+    Returns:
+        [...] float32, the lowest that reaches `counts`, or the highest of the range.
+    """
+    rising, (low, high) = _rising(logits), map(math.log, TEMPERATURES)
+    lowest = torch.full(counts.shape, low, dtype=torch.float64, device=counts.device)
+    highest = torch.full_like(lowest, high)
+    for _ in range(HALVINGS):
+        middle = (lowest + highest) / 2
+        reached = _counts(rising / middle.exp().float()[..., None], mass) >= counts
+        highest = torch.where(reached, middle, highest)
+        lowest = torch.where(reached, lowest, middle)
+    return highest.exp().float()
+
+
+def _counts(rising: Tensor, mass: float) -> Tensor:
+    """Count as `row_nucleus_counts`, of logits of which the largest come last."""
     # What is left out comes first and adds one unit each: cheaper than to mask it.
     shape = (*rising.shape[:-1], 1)
     lowest = rising.new_full(shape, torch.finfo(rising.dtype).min)
@@ -61,7 +97,7 @@ def row_nucleus_counts(logits: Tensor, mass: float) -> Tensor:
     # what it holds along with the smaller ones is above the rest.
     total = running[..., -1:] - left_out
     rest = running[..., -1:] - (total.double() * mass).ceil().long()
-    return logits.shape[-1] - torch.searchsorted(running, rest, right=True)[..., 0]
+    return rising.shape[-1] - torch.searchsorted(running, rest, right=True)[..., 0]
 
 
 def nucleus_counts(

@@ -5,20 +5,25 @@ q_w . k_i * scale, for each query w of the window; v_i = number of w that have t
 among the first K_w. A head's size is the number of tokens with v_i >= 1 or to be kept
 anyway, clamped to lower * K .. upper * K; sizes are then scaled to a mean of K over the
 heads that share a budget, between the same bounds. Heads keep their best by v, then
-score; with `merge` those take in what they replace, see `choose_merge`.
+score; with `merge` those take in what they replace, see `choose_merge`. With `order`
+"calibrated" the largest K_w counts at a request's first event alone: tau is then found
+so that the top-p set of softmax(f / tau) has as many tokens, f as `log_scores` has it,
+and later sizes are that set's.
 
 Source: Hard-KV, Problem 1, Constraint 1 and Cautious Update, as the paper has them; its
 code, https://github.com/SuDIS-ZJU/HARDInfer, keeps equally many in all heads.
-Deviations: no temperatures (theirs are found at a request's first event and reused): a
-top-p set of the calibrated distribution is the first K_w in the method's order, so
-sizes come from raw attention, at every event, and the order from the scorer (tests
-solve for the temperatures and compare). One order for all rows makes the union as long
-as the largest K_w and votes fall with rank; with `order` "attention" each row has its
-own.
+Deviations of the defaults: no temperatures (theirs are found at a request's first event
+and reused): a top-p set of the calibrated distribution is the first K_w in the method's
+order, so sizes come from raw attention, at every event, and the order from the scorer.
+One order for all rows makes the union as long as the largest K_w and votes fall with
+rank; with `order` "attention" each row has its own.
 W is 32, not 128. K is a mean over heads, not a cap on each, and the bounds are not the
 paper's two thresholds: `upper` 4 is how far the widest head exceeds the mean in the
 profile of the paper's P3 and code (twice in appendix B.2), `lower` the inverse (AdaKV
 protects 0.2).
+Deviations of the preset "paper", which has their temperatures, window and cap: the
+scorer gives one row of scores per head, so votes fall with rank; Solution 2's f for all
+scorers (theirs has Solution 1 for SnapKV and H2O); no sparse tier.
 """
 
 from typing import Literal
@@ -28,7 +33,11 @@ from pydantic import Field
 from torch import Tensor
 
 from vllm_kvpolicy.kernels.assign_pages import page_quota
-from vllm_kvpolicy.kernels.nucleus import nucleus_votes
+from vllm_kvpolicy.kernels.nucleus import (
+    nucleus_votes,
+    row_nucleus_counts,
+    temperatures,
+)
 from vllm_kvpolicy.kernels.ranking import (
     fill_in_order,
     limit_must_keep,
@@ -41,6 +50,16 @@ from vllm_kvpolicy.policies.options import BaseOptions, Share, WindowOptions
 from vllm_kvpolicy.policies.words import RECENCY, BaseAllocator
 
 SHARE_UNIT = 16  # shares of the total are exact to 1/16 token
+TEMPERATURE = "hard_temperature"  # name of a head's, in a policy's memory
+LEAST = 1e-10  # beside shares of the score, before their logarithm
+PAPER = {
+    "window": 128,
+    "hard_lower": 0.0,
+    "hard_upper": 1.0,
+    "hard_order": "calibrated",
+    "hard_mode": "dynamic",
+}
+PRESETS = {"default": {}, "paper": PAPER}
 
 
 class HardAllocator(BaseAllocator):
@@ -55,8 +74,13 @@ class HardAllocator(BaseAllocator):
     ragged = True
     weighs_itself = True
     refuses = {"streaming": RECENCY}
+    presets = PRESETS
 
     class Options(WindowOptions):
+        preset: Literal["default", "paper"] = Field(
+            "default",
+            description="named set of defaults for the keys that are not given",
+        )
         hard_p: float = Field(
             0.9,
             ge=0.01,
@@ -72,10 +96,11 @@ class HardAllocator(BaseAllocator):
             le=1_000_000,
             description="maximum size of a head, as a multiple of the budget",
         )
-        hard_order: Literal["method", "attention"] = Field(
+        hard_order: Literal["method", "attention", "calibrated"] = Field(
             "method",
             description="order in which keys enter a nucleus: by the scorer's scores, "
-            "or by each query's attention",
+            "or by each query's attention; `calibrated`: by the scores, which also "
+            "size it, at a temperature from the request's first event",
         )
         hard_mode: Literal["fixed", "dynamic"] = Field(
             "fixed",
@@ -101,6 +126,7 @@ class HardAllocator(BaseAllocator):
             usage=own.hard_merge or not by_attention,
             mass=0.0 if by_attention else own.hard_p,
             values=own.hard_merge,
+            memory=(TEMPERATURE,) if own.hard_order == "calibrated" else (),
         )
         self.dynamic = own.hard_mode == "dynamic"
 
@@ -112,7 +138,7 @@ class HardAllocator(BaseAllocator):
         Fewer where upper bounds or held tokens do not reach that, or if `dynamic`.
         """
         must_keep = limit_must_keep(inputs.must_keep, budget)
-        score, order, candidates = self._rank(score, inputs, usage)
+        score, order, candidates, memory = self._rank(score, inputs, usage)
         floors = must_keep.sum(-1).clamp(min=int(self.options.hard_lower * budget))
         floors = torch.minimum(floors, inputs.lengths)
         caps = inputs.lengths.clamp(max=int(self.options.hard_upper * budget))
@@ -120,14 +146,14 @@ class HardAllocator(BaseAllocator):
         quota = self._scale(sizes, floors, caps, budget, score.shape[-1])
         keep = fill_in_order(must_keep, order, inputs.valid, quota)
         if not self.options.hard_merge:
-            return Decision(keep, score)
+            return Decision(keep, score, memory)
         merge = choose_merge(keep, score, inputs, measured(usage).mean)
-        return Decision(keep, score, merge=merge)
+        return Decision(keep, score, memory, merge=merge)
 
     def _rank(
         self, score: Tensor, inputs: EventInputs, usage: WindowUsage | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return score, positions from best to worst and who has a vote."""
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """Return score, positions from best to worst, who has a vote, and memory."""
         if self.options.hard_order == "attention":
             queries = inputs.given("queries")[..., -self.needs.window_tokens :, :]
             window = (queries, inputs.given("keys"), inputs.lengths, inputs.scale)
@@ -135,10 +161,14 @@ class HardAllocator(BaseAllocator):
             if inputs.candidates is not None:
                 votes = votes.masked_fill(~inputs.candidates, 0)
             score = -rank_by(votes, score).float()  # exact below 2^24
-            return score, ranked_positions(score), votes > 0
+            return score, ranked_positions(score), votes > 0, {}
         order, nobody = ranked_positions(score), torch.zeros_like(inputs.must_keep)
-        longest = self._longest(usage)
-        return score, order, fill_in_order(nobody, order, inputs.valid, longest)
+        size, memory = self._longest(usage), {}
+        if TEMPERATURE in self.needs.memory:
+            size, tau = self._calibrated(score, inputs, size)
+            memory = {TEMPERATURE: tau[..., None].expand(score.shape)}
+        candidates = fill_in_order(nobody, order, inputs.valid, size)
+        return score, order, candidates, memory
 
     def _longest(self, usage: WindowUsage | None) -> Tensor:
         """Return the largest nucleus of the window's rows, [E, L, H] int64 tokens."""
@@ -146,6 +176,20 @@ class HardAllocator(BaseAllocator):
         if nucleus is None:
             raise ValueError("usage: expected nuclei, got None")
         return nucleus[..., -self.needs.window_tokens :].amax(-1)
+
+    def _calibrated(
+        self, score: Tensor, inputs: EventInputs, longest: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return sizes, [E, L, H] int64 tokens, and temperatures, [E, L, H] float32.
+
+        Found for sizes of `longest` at a request's first event, remembered since.
+        """
+        logits = log_scores(score, inputs.valid)
+        tau = inputs.memory[TEMPERATURE].amax(-1)
+        found = temperatures(logits, longest, self.options.hard_p)
+        tau = torch.where(tau > 0, tau, found)
+        sizes = row_nucleus_counts(logits / tau[..., None], self.options.hard_p)
+        return sizes, tau
 
     def _scale(
         self, sizes: Tensor, floors: Tensor, caps: Tensor, budget: int, num_tokens: int
@@ -161,6 +205,28 @@ class HardAllocator(BaseAllocator):
             total = torch.minimum(total, size.sum(-1))
         most = max(size.shape[-1] * budget, num_tokens)
         return scale_to(total, size, floor, cap, most).view_as(sizes)
+
+
+def log_scores(score: Tensor, valid: Tensor) -> Tensor:
+    """Return ln(u + 1e-10), u = (score - smallest) / (largest - smallest).
+
+    Source: Hard-KV, Solution 2, as the code has it for R-KV.
+    Deviations: by the largest, not by the sum, which depends on the order of adding;
+    a softmax of the logarithms is the same but for what 1e-10 adds.
+
+    Args:
+        score: [..., T] floating point; NaN and minus infinity are left out.
+        valid: [..., T] bool, False on padding.
+
+    Returns:
+        [..., T] float32, minus infinity for what is left out.
+    """
+    is_in, exact = valid & (score > -torch.inf), score.double()
+    lowest = torch.where(is_in, exact, torch.inf).amin(-1, keepdim=True)
+    above = torch.where(is_in, exact - lowest, 0.0)
+    largest = above.amax(-1, keepdim=True)
+    share = torch.where(largest > 0, above / largest, 0.0)
+    return torch.where(is_in, (share + LEAST).log(), -torch.inf).float()
 
 
 def scale_to(
