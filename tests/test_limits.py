@@ -10,14 +10,13 @@ from vllm.v1.core.kv_cache_utils import estimate_max_model_len
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.sizes import (
-    auto_budget,
     capacity_line,
     max_blocks_per_request,
     max_global_blocks,
     most_blocks,
-    most_of_share,
     planner_limits,
     sharing_line,
+    worded_budget,
 )
 
 LONGEST, SIZE = 131072, 32
@@ -178,9 +177,11 @@ AUTO = KVPolicyConfig.from_dict(
 
 def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
     quarter = KVPolicyConfig.from_dict({"policy": "tova", "budget": "25%"})
-    assert most_of_share(ENGINE, quarter, 0.25) == LONGEST // 4
-    assert most_of_share(ENGINE, quarter, 1e-4) == 4 + 32 + SIZE
-    assert most_of_share(ENGINE, replace(quarter, ceiling_tokens=500), 0.25) == 500
+    assert worded_budget(ENGINE, quarter, None) == LONGEST // 4
+    small = replace(quarter, budget_word="0.01%")
+    assert worded_budget(ENGINE, small, None) == 4 + 32 + SIZE
+    low = replace(quarter, ceiling_tokens=500)
+    assert worded_budget(ENGINE, low, None) == 500
     known = quarter.with_budget(LONGEST // 4)
     said = capacity_line(ENGINE, known, 3201)
     assert f"none below 25% of each request, at most {LONGEST // 4} tokens per" in said
@@ -192,25 +193,25 @@ def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
 def test_the_pools_share_by_hand() -> None:
     # 200 superblocks each. One is the query window's, one for rounding; 198 of 32
     # tokens, less 512 of growth, are 5,824, a multiple of 64.
-    assert auto_budget(ENGINE, AUTO, 16 * 200 + 1) == 5824
-    assert auto_budget(ENGINE, AUTO, 16 * 200) == 5760  # vLLM's null block is one
-    assert auto_budget(ENGINE, AUTO, 16 * WHOLE) < LONGEST
-    assert auto_budget(ENGINE, AUTO, 16 * WHOLE + 1) == LONGEST  # nobody is ever cut
+    assert worded_budget(ENGINE, AUTO, 16 * 200 + 1) == 5824
+    assert worded_budget(ENGINE, AUTO, 16 * 200) == 5760  # vLLM's null block is one
+    assert worded_budget(ENGINE, AUTO, 16 * WHOLE) < LONGEST
+    assert worded_budget(ENGINE, AUTO, 16 * WHOLE + 1) == LONGEST  # nobody is ever cut
     # Too little for all, or not known yet.
-    assert auto_budget(ENGINE, AUTO, 400) == auto_budget(ENGINE, AUTO, None) == 256
+    assert worded_budget(ENGINE, AUTO, 400) == worded_budget(ENGINE, AUTO, None) == 256
     low = replace(AUTO, ceiling_tokens=1000)
-    assert auto_budget(ENGINE, low, 16 * 200 + 1) == 1000
-    assert auto_budget(ENGINE, low, 16 * WHOLE + 1) == 1000
+    assert worded_budget(ENGINE, low, 16 * 200 + 1) == 1000
+    assert worded_budget(ENGINE, low, 16 * WHOLE + 1) == 1000
 
 
 def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept() -> None:
     wide = replace(AUTO, allow=("snapmax",))  # 256 queries: 16 superblocks, not 1
-    assert auto_budget(ENGINE, wide, 16 * 200 + 1) == 5824 - 15 * SIZE - 32
+    assert worded_budget(ENGINE, wide, 16 * 200 + 1) == 5824 - 15 * SIZE - 32
     recent = replace(AUTO, recent_tokens=300)
-    assert auto_budget(ENGINE, recent, None) == 384  # 4 + 300 + 32 and up
+    assert worded_budget(ENGINE, recent, None) == 384  # 4 + 300 + 32 and up
     recent.with_budget(384).validate_block_size(SIZE)
     short = engine_with(model_config={"max_model_len": 100})
-    assert auto_budget(short, AUTO, None) == 100
+    assert worded_budget(short, AUTO, None) == 100
 
 
 @pytest.mark.parametrize("share", [60, 61, 97, 250, 1001])
@@ -221,7 +222,7 @@ def test_as_many_as_may_run_fit_with_the_pools_share(
 ) -> None:
     interval = max(interval, 128 if policy == "expected" else 0)
     config = replace(AUTO, policy=policy, interval_tokens=interval)
-    budget = auto_budget(ENGINE, config, 16 * share + 1)
+    budget = worded_budget(ENGINE, config, 16 * share + 1)
     assert budget % 64 == 0 and budget > 256
     more = config.with_budget(budget + 2 * 64)
     assert most_blocks(ENGINE, config.with_budget(budget), 1, LONGEST) <= share
@@ -232,13 +233,13 @@ def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
     """Their first event is the first multiple of 4,096 tokens above the budget."""
     alone = engine_with(scheduler_config={"max_num_seqs": 1})
     for num_blocks in (300, 400, 600, 900):
-        config = AUTO.with_budget(auto_budget(alone, AUTO, num_blocks))
+        config = AUTO.with_budget(worded_budget(alone, AUTO, num_blocks))
         assert max_blocks_per_request(alone, config) < num_blocks
         assert config.budget_tokens > 256
 
 
 def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
-    config = replace(AUTO, is_auto=False).with_budget(1024)
+    config = replace(AUTO, budget_word=None).with_budget(1024)
     line = capacity_line(ENGINE, config, 16 * 200 + 1)
     held = most_blocks(ENGINE, config, 1, LONGEST)
     assert "none below 1024 tokens per KV head; the pool of 3200 blocks" in line

@@ -28,7 +28,6 @@ from vllm_kvpolicy.config_keys import (
     SYSTEM,
     VALID_KEYS,
     check_pin,
-    check_switches,
     nearest,
     request_keys,
     share_of,
@@ -99,10 +98,8 @@ class KVPolicyConfig:
     live_text: bool = False
     # What a request says; not a key.
     hinted: Hints = NO_HINTS
-    # The budget was AUTO; not a key.
-    is_auto: bool = False
-    # The budget was this share of each request, as the user wrote it; not a key.
-    budget_text: str | None = None
+    # What the user gave in place of a number: AUTO, or a share; not a key.
+    budget_word: str | None = None
     # By policy name: what follows from `options`, made once and shared with requests.
     _resolved: dict[str, ResolvedPolicy] = field(
         default_factory=dict, repr=False, compare=False
@@ -114,11 +111,8 @@ class KVPolicyConfig:
         if not is_checked:
             object.__setattr__(self, "_resolved", {})
             given: Any = self.budget_tokens
-            if given == AUTO:
-                object.__setattr__(self, "is_auto", True)
-                object.__setattr__(self, "budget_tokens", LEAST_AUTO)
-            if share_of(given):
-                object.__setattr__(self, "budget_text", given)
+            if given == AUTO or share_of(given):
+                object.__setattr__(self, "budget_word", given)
                 object.__setattr__(self, "budget_tokens", LEAST_AUTO)
             self._check()
 
@@ -132,18 +126,22 @@ class KVPolicyConfig:
         """
         parse(self.policy)
         if not isinstance(self.options, Mapping):
-            raise wrong("policy_config", self.options, "a mapping")
+            raise wrong("policy_config", self.options, "a mapping of options")
         if not isinstance(self.allow, tuple):
             raise wrong("allow", self.allow, "a tuple of names")
         _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
-        for key in INTEGER_KEYS:
-            value = getattr(self, key.field)
-            if value is not None or getattr(KVPolicyConfig, key.field) is not None:
-                key.check(value)
+        for number in INTEGER_KEYS:
+            value = getattr(self, number.field)
+            if value is not None or getattr(KVPolicyConfig, number.field) is not None:
+                number.check(value)
         check_pin("pin", self.pin)
         trace_folder(self.trace_dir)
-        check_switches(vars(self))
+        for key in SWITCHES:
+            if not isinstance(getattr(self, key), bool):
+                raise wrong(key, getattr(self, key), "true or false")
+        if self.live_text and not self.live:
+            raise ValueError("live_text: got true, expected live to be true as well")
         self._check_windows(self.policy)
         self._check_pin("pin")
         self._check_events()
@@ -221,21 +219,20 @@ class KVPolicyConfig:
             )
 
     @property
-    def budget_word(self) -> str | None:
-        """What the user gave in place of a number."""
-        return self.budget_text or (AUTO if self.is_auto else None)
+    def is_auto(self) -> bool:
+        """Whether the pool decides the budget."""
+        return self.budget_word == AUTO
 
     @property
     def budget_share(self) -> float | None:
         """The budget as a share of each request, above 0 to 1."""
-        return share_of(self.budget_text)
+        return share_of(self.budget_word)
 
     def smallest_budget(self, page_tokens: int) -> int:
         """Return the smallest budget of requests that do not ask for another."""
-        least = self.least_budget(page_tokens)
-        return (
-            min(least, self.budget_tokens) if self.budget_text else self.budget_tokens
-        )
+        if self.budget_share is None:
+            return self.budget_tokens
+        return min(self.least_budget(page_tokens), self.budget_tokens)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -363,27 +360,28 @@ class KVPolicyConfig:
             ValueError: not a mapping, an unknown key, no policy, or a bad value.
         """
         if not isinstance(values, Mapping):
-            expected = f"a mapping with keys {_listed(VALID_KEYS)}"
+            expected = f"a mapping with keys {', '.join(VALID_KEYS)}"
             raise wrong(CONFIG_KEY, values, expected)
         for key in values:
             if key not in VALID_KEYS:
                 raise ValueError(
                     f"{CONFIG_KEY}: got the unknown key {shown(key)}, expected one of "
-                    f"{_listed(VALID_KEYS)}{nearest(str(key), VALID_KEYS)}"
+                    f"{', '.join(VALID_KEYS)}{nearest(str(key), VALID_KEYS)}"
                 )
         given = {key: value for key, value in values.items() if value is not None}
         given = with_server_options(given)
         if "policy" not in given:
             raise ValueError(
-                f"policy: missing (got {_listed(given) or 'no keys'}), expected as "
+                f"policy: missing (got {', '.join(given) or 'no keys'}), expected as "
                 f"--kv-policy {grammar()}"
             )
         options = given.get("policy_config", {})
-        _check_type("policy_config", options, Mapping, "a mapping of options")
+        if isinstance(options, Mapping):
+            given["policy_config"] = dict(options)
         allow = given.get("allow", ())
         if isinstance(allow, str) or not isinstance(allow, Iterable):
             raise wrong("allow", allow, "a list of policies")
-        given |= {"policy_config": dict(options), "allow": tuple(allow)}
+        given["allow"] = tuple(allow)
         fields = {"policy_config": "options"} | {k.key: k.field for k in INTEGER_KEYS}
         return cls(**{fields.get(key, key): value for key, value in given.items()})
 
@@ -448,7 +446,7 @@ class KVPolicyConfig:
                 "one of them out"
             )
         if policy_name not in self.policies:
-            allowed = _listed(map(repr, self.policies))
+            allowed = ", ".join(map(repr, self.policies))
             expected = f"'none' or one that the server allows: {allowed}"
             raise wrong("kv_policy", policy_name, expected)
         changes: dict[str, Any] = {}
@@ -460,7 +458,7 @@ class KVPolicyConfig:
             changes["hinted"] = self._read_hints(asked, policy_name)
         changes |= self._asked_numbers(asked, policy_name)
         share = share_of(asked.get("kv_budget"))
-        if self.budget_text and "kv_budget" not in asked:
+        if "kv_budget" not in asked:
             fixed = self.resolved(policy_name).info.fixed_keys
             share = None if "budget" in fixed else self.budget_share
         if not changes:
@@ -546,12 +544,6 @@ class KVPolicyConfig:
             raise wrong(key, self.budget_tokens, f"at least {least} tokens ({parts})")
 
 
-def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
-    """Raise ValueError unless `value` is None or of type `kind`."""
-    if value is not None and not isinstance(value, kind):
-        raise wrong(key, value, expected)
-
-
 def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:
     """Raise ValueError for an unknown name, or a test policy among several."""
     infos = [parse(policy_name), *(parse(name, key="allow") for name in allow)]
@@ -565,14 +557,11 @@ def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:
 def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
     """Raise ValueError where no policy knows an option."""
     known = {key: None for name in policies for key in parse(name).options}
+    listed, names = ", ".join(known) or "none", ", ".join(map(repr, policies))
     for key in options:
         if key not in known:
             raise ValueError(
                 f"kv_policy_config: got the unknown key {shown(key)}, expected a key "
-                f"of {_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
-                f"{_listed(SERVER_OPTIONS)}{nearest(key, [*known, *SERVER_OPTIONS])}"
+                f"of {names} ({listed}), or "
+                f"{', '.join(SERVER_OPTIONS)}{nearest(key, [*known, *SERVER_OPTIONS])}"
             )
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(words)

@@ -15,7 +15,7 @@ from typing import Any
 DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
 DEFAULT_PREFILL_INTERVAL = 4096  # or the whole superblocks in it
 WHOLE_PROMPT = "prompt"  # a prefill interval that no prompt is as long as
-AUTO = "auto"  # a budget that follows from the pool, see `sizes.auto_budget`
+AUTO = "auto"  # a budget that follows from the pool, see `sizes.worded_budget`
 LEAST_AUTO = 256  # tokens of such a budget
 SHARE = re.compile(r"(\d{1,3}(?:\.\d+)?)%")  # a budget that follows from the request
 MOST = 2**31 - 1  # of any integer, far above every context
@@ -170,19 +170,6 @@ SERVER_OPTIONS = {
     "trace": "trace_dir",
     **{switch: switch for switch in SWITCHES},
 }
-
-
-def check_switches(values: Mapping[str, Any]) -> None:
-    """Check the values of SWITCHES among others.
-
-    Raises:
-        ValueError: one is neither true nor false, or needs another one.
-    """
-    for key in SWITCHES:
-        if not isinstance(values[key], bool):
-            raise wrong(key, values[key], "true or false")
-    if values["live_text"] and not values["live"]:
-        raise ValueError("live_text: got true, expected live to be true as well")
 
 
 def check_pin(key: str, value: Any, of_request: bool = False) -> None:

@@ -362,14 +362,14 @@ def query_rows(vllm_config: Any) -> int:
     return num_heads // count * (model.dtype.itemsize if is_float8 else 1)
 
 
-def auto_budget(
+def worded_budget(
     vllm_config: Any, config: KVPolicyConfig, num_blocks: int | None
 ) -> int:
-    """Return the budget that AUTO stands for.
+    """Return the number for a budget in words; for a share that of the longest request.
 
-    With it max_num_seqs requests of max_model_len fit the pool at once, if that leaves
-    each what it needs beside: an interval's growth, the rest of two superblocks, a
-    query window, and what layers with a sliding window or a state hold.
+    With that for AUTO max_num_seqs requests of max_model_len fit the pool at once, if
+    that leaves each what it needs beside: an interval's growth, the rest of two
+    superblocks, a query window, and what layers with a sliding window or a state hold.
 
     Example: 16 requests share 2,048 superblocks of 16 tokens, 128 each. Less 4 for a
     window, 1 for rounding and 512 tokens of growth, that is 1,456 tokens, and so 1,408.
@@ -379,22 +379,25 @@ def auto_budget(
             is not known yet, for the least that it may stand for.
 
     Returns:
-        Tokens per KV head, a multiple of 64; at least 256, the always-kept tokens and a
-        superblock. Or max_model_len, where that is less or the pool holds all of it;
-        at most the ceiling.
+        Tokens per KV head, at most the ceiling. For AUTO a multiple of 64, and at least
+        256, the always-kept tokens and a superblock; or max_model_len, where that is
+        less or the pool holds all of it.
     """
     size = own_block_size(vllm_config)
     longest = vllm_config.model_config.max_model_len
     most = config.ceiling_tokens or longest
+    if share := config.budget_share:
+        least = config.least_budget(size)
+        return min(max(int(share * longest), least), max(most, least))
     least = -(-max(LEAST_AUTO, config.least_budget(size)) // AUTO_STEP) * AUTO_STEP
-    share = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
-    share -= other_groups(vllm_config).most_blocks(longest, 1)
-    if share * size >= longest:
+    blocks = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
+    blocks -= other_groups(vllm_config).most_blocks(longest, 1)
+    if blocks * size >= longest:
         return max(min(most, longest), min(longest, config.least_budget(size)))
     window = max(each.window_tokens for each in config.all_resolved)
-    share -= -(-window * query_rows(vllm_config) // (2 * size))
+    blocks -= -(-window * query_rows(vllm_config) // (2 * size))
     ahead = vllm_config.num_lookahead_tokens
-    fitting = (share - 1) * size - config.interval_tokens - ahead
+    fitting = (blocks - 1) * size - config.interval_tokens - ahead
     budget = min(max(fitting // AUTO_STEP * AUTO_STEP, least), longest)
     # Events inside a prompt come late where the budget is large.
     room = (num_blocks or 0) - 1 - other_groups(vllm_config).most_blocks(longest)
@@ -407,19 +410,8 @@ def auto_budget(
     return max(min(budget, most), config.least_budget(size))
 
 
-def most_of_share(vllm_config: Any, config: KVPolicyConfig, share: float) -> int:
-    """Return the budget of the longest request; at most the ceiling."""
-    longest = vllm_config.model_config.max_model_len
-    least = config.least_budget(own_block_size(vllm_config))
-    most = max(config.ceiling_tokens or longest, least)
-    return min(max(int(share * longest), least), most)
-
-
 def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
     """Return an engine's policy, with what a budget in words stands for from now on.
-
-    A share of each request is at most that of the longest.
-
 
     Called where an engine is configured, for the least, with which workers start; then
     with the size of the pool by its scheduler, and of the smallest pool by API
@@ -428,10 +420,7 @@ def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
     config = own_config(vllm_config)
     if config.budget_word is None:
         return config
-    if share := config.budget_share:
-        tokens = most_of_share(vllm_config, config, share)
-    else:
-        tokens = auto_budget(vllm_config, config, num_blocks)
+    tokens = worded_budget(vllm_config, config, num_blocks)
     vllm_config.additional_config.set_budget(tokens)
     return own_config(vllm_config)
 
@@ -538,8 +527,8 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"tokens ever drops any{advice}"
         )
     budget = f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}"
-    if config.budget_text:
-        budget = f"{config.budget_text} of each request, at most {budget}"
+    if config.budget_share:
+        budget = f"{config.budget_word} of each request, at most {budget}"
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
     pinned = "" if config.pins in (NONE, 0) else f" and what is pinned ({config.pins})"
     pinned = f" with {counted} pinned tokens" if counted else pinned

@@ -26,16 +26,15 @@ from vllm_kvpolicy.sizes import (
     SLIDING,
     STATE,
     OtherGroups,
-    auto_budget,
     full_layers,
     has_other_values,
     kv_heads,
     layer_kinds,
     max_blocks_per_request,
-    most_of_share,
     other_groups,
     own_block_size,
     query_rows,
+    worded_budget,
 )
 from vllm_kvpolicy.worker.setup import SideTables
 
@@ -139,12 +138,9 @@ def main(words: list[str]) -> None:
         raise ValueError(
             f"{config.policy}: needs KV heads, which MLA has not; try tova"
         )
-    if share := config.budget_share:
-        tokens = most_of_share(engine.vllm_config, config, share)
-        config = config.with_budget(tokens)
-    if config.is_auto:
+    if config.budget_word:
         blocks = _pool_blocks(engine, config)
-        config = config.with_budget(auto_budget(engine.vllm_config, config, blocks))
+        config = config.with_budget(worded_budget(engine.vllm_config, config, blocks))
     config.validate_block_size(engine.block_size)
     stock = [*_stock(engine)]
     lines = [*stock, *_policies(engine, config)]
@@ -333,7 +329,7 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
             f"{config.policy} has no budget: what requests hold depends on their text"
         )
     yield _policy(engine, config)
-    if config.budget_text:
+    if config.budget_share:
         return
     for budget, interval in NEIGHBOURS:
         with suppress(ValueError):  # too small, or no room
@@ -387,7 +383,7 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
             f"superblocks, and the pool has {max(usable, 0)}; give more memory, a "
             "smaller budget, or a smaller prefill_interval where prompts are long"
         )
-    budget = config.budget_text or str(config.budget_tokens)
+    budget = str(config.budget_word if config.budget_share else config.budget_tokens)
     name = config.policy + ", FP8" * engine.is_fp8
     return name, budget, str(config.interval_tokens), *_numbers(lives, usable)
 
