@@ -97,7 +97,7 @@ def test_each_flag_is_a_variable_too():
         **{"events": "pressure", "pin": 128, "sinks": 0, "ceiling": 900},
         "policy_config": {"segments": 2},
     }
-    assert found.keys() == set(cli.ARGUMENTS.values()) - {"recent"}
+    assert found.keys() == set(cli.KEYS) - {"recent"}
     assert cli.from_environment({**given, "VLLM_KV_POLICY": "none"}) == {}
     assert cli.from_environment({**given, "VLLM_KV_LIVE": "0"}).get("live") is None
 

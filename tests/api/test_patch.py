@@ -482,9 +482,10 @@ def test_streams_are_checked_before_they_begin(policy_config):
     serving = SimpleNamespace(engine_client=engine)
     words = {"request_id": "id", "engine_input": {"prompt_token_ids": [1]}}
     words["context"] = 1
-    assert wrapped(serving, sampling_params=good, **words) == {"context": 1}
+    words["sampling_params"] = good
+    assert wrapped(serving, **words) == words
     with pytest.raises(VLLMValidationError, match=r"kv_budget: got 2\.5"):
-        wrapped(serving, sampling_params=bad, **words)
+        wrapped(serving, **{**words, "sampling_params": bad})
 
 
 def test_beam_search_refuses_keys_that_it_would_drop():

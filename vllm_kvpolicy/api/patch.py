@@ -136,14 +136,28 @@ def _with_request_check(original: Callable) -> Callable:
     return process_inputs
 
 
-def _with_early_check(original: Callable) -> Callable:
-    def generate(
-        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        request_guards.check_early(self, prompt, sampling_params)
-        return original(self, prompt, sampling_params, *args, **kwargs)
+def _checked_by(check: Callable[..., None]) -> Callable[[Callable], Callable]:
+    """Return what wraps a method of which `check` gets the arguments first."""
 
-    return generate
+    def make(original: Callable) -> Callable:
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            check(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+
+        return checked
+
+    return make
+
+
+_with_early_check = _checked_by(request_guards.check_early)
+_with_early_response_check = _checked_by(
+    lambda self, request_id, engine_input, sampling_params, *_, **__: (
+        request_guards.check_early(self.engine_client, engine_input, sampling_params)
+    )
+)
+_with_beam_check = _checked_by(
+    lambda self, *_, **__: request_guards.check_beam_search(self.vllm_xargs)
+)
 
 
 def _with_chat_tokens(original: Callable) -> Callable:
@@ -166,31 +180,6 @@ def _with_chat_tokens(original: Callable) -> Callable:
         return found
 
     return preprocess_chat
-
-
-def _with_early_response_check(original: Callable) -> Callable:
-    def generate_with_builtin_tools(
-        self: Any,
-        request_id: str,
-        engine_input: Any,
-        sampling_params: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        request_guards.check_early(self.engine_client, engine_input, sampling_params)
-        return original(
-            self, request_id, engine_input, sampling_params, *args, **kwargs
-        )
-
-    return generate_with_builtin_tools
-
-
-def _with_beam_check(original: Callable) -> Callable:
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request_guards.check_beam_search(self.vllm_xargs)
-        return original(self, *args, **kwargs)
-
-    return to_beam_search_params
 
 
 def _with_counters(original: Callable) -> Callable:

@@ -62,11 +62,13 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
             _check_once(params, prompt_tokens, processor.vllm_config, server)
 
 
-def check_early(engine: Any, prompt: Any, params: Any) -> None:
+def check_early(
+    engine: Any, prompt: Any, sampling_params: Any, *_: Any, **__: Any
+) -> None:
     """Check a request whose answer has not begun, its prompt as far as it is known.
 
     Args:
-        engine: vLLM's AsyncLLM.
+        engine: vLLM's AsyncLLM, of whose `generate` these are the parameters.
         prompt: text, or a mapping that may hold `prompt_token_ids`.
 
     Raises:
@@ -76,7 +78,8 @@ def check_early(engine: Any, prompt: Any, params: Any) -> None:
     if server is not None:
         known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
         with client_errors():
-            _check_once(params, len(known or ()), engine.vllm_config, server)
+            tokens = len(known or ())
+            _check_once(sampling_params, tokens, engine.vllm_config, server)
 
 
 def _check_once(
