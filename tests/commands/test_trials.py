@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,7 +257,7 @@ def test_who_slept_reads_nothing_of_before(
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": True}
     made = str(trials.make_qwen3(tmp_path)), verify_engine.EXACT, sizes
     seen = verify_engine.Asked(True, True)
-    with verify_engine._started(*made, None, settings) as engine:
+    with closing(verify_engine.Engine(*made, None, settings)) as engine:
         assert {check.result for check in seen.ask(engine)} <= {PASSED}
     forgets = True
 
@@ -269,8 +270,8 @@ def test_who_slept_reads_nothing_of_before(
 
     monkeypatch.setattr(verify_engine.Engine, "can_sleep", True)
     monkeypatch.setattr(verify_engine.Engine, "nap", nap)
-    (_, mover), *_ = verify_engine._engines(asked, sizes, trials.WITH_STOCK)[1]
-    with verify_engine._started(*made, mover, settings) as engine:
+    (_, mover), *_ = verify_engine._engines(asked, sizes, verify_engine.OF_MODEL)[1]
+    with closing(verify_engine.Engine(*made, mover, settings)) as engine:
         for forgets in (True, False):
             checks = list(verify_engine._mover(engine, "x", seen, drafts=False))
             (after,) = [each for each in checks if "after sleep" in each.name]
