@@ -77,14 +77,11 @@ class IntegerKey:
     def check(
         self, value: Any, label: str | None = None, of_request: bool = False
     ) -> Any:
-        """Return `value` if it is a valid integer, or what is valid in place of one.
+        """Return a valid integer, or what is valid in its place; ValueError for others.
 
         Args:
             label: the key as the user knows it.
             of_request: a request gives it, which may not use the word.
-
-        Raises:
-            ValueError: anything else, True and 64.0 included.
         """
         has_word = self.word is not None and not of_request
         if has_word and value == self.word:
@@ -186,11 +183,7 @@ def check_pin(key: str, value: Any, of_request: bool = False) -> None:
 
 
 def trace_folder(value: Any) -> str | None:
-    """Return the folder of a trace, with the user's own in place of a leading ~.
-
-    Raises:
-        ValueError: `value` is neither None nor the name of a folder.
-    """
+    """Return the folder of a trace, with the user's own in place of a leading ~."""
     folder = os.path.expanduser(value) if isinstance(value, str) else ""
     if value is not None and (not folder or "\0" in folder or folder[0] == "~"):
         raise wrong("trace_dir", value, "the name of a folder")

@@ -79,7 +79,6 @@ class ConfigValues(Mapping[str, Any]):
 
 
 def has_policy(vllm_config: Any) -> bool:
-    """Return whether an engine runs with a policy."""
     additional = vllm_config.additional_config
     return isinstance(additional, Mapping) and additional.get(CONFIG_KEY) is not None
 
@@ -95,7 +94,7 @@ def server_config(vllm_config: Any) -> KVPolicyConfig | None:
 
 
 def own_config(vllm_config: Any) -> KVPolicyConfig:
-    """Return what `server_config` does for an engine that has a policy."""
+    """Return the policy of an engine that has one."""
     config = server_config(vllm_config)
     if config is None:
         raise ValueError("got a VllmConfig without a policy, expected one with it")

@@ -106,7 +106,7 @@ def test_a_feature_is_untested_on_a_gpu_until_it_has_passed_there(
     (told,) = policy_log.messages
     check = f"; to check it, run `vllm-kvpolicy verify --feature {name}`"
     assert told.endswith(check) == (name not in ("lora", "ranks"))
-    evidence.remember([name])
+    evidence.remember(name)
     assert evidence.untested(used) == []
     monkeypatch.setattr(compat, "device_name", lambda: "another card")
     assert [feature.name for feature in evidence.untested(used)] == [name]
@@ -123,8 +123,8 @@ def test_a_plain_server_uses_nothing_untested(
 
 
 def test_what_is_remembered_adds_up_and_survives_a_broken_file(cache: Path) -> None:
-    evidence.remember(["fp8"])
-    evidence.remember(["ngram", "fp8"])
+    for name in ("ngram", "fp8", "fp8"):
+        evidence.remember(name)
     assert evidence.verified() == {"fp8", "ngram"}
     (names,) = json.loads(cache.read_text()).values()
     assert names == ["fp8", "ngram"]

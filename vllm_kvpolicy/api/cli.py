@@ -145,8 +145,7 @@ def merge(
         `additional_config` itself where nothing is given, else a new dict.
 
     Raises:
-        ValueError: `additional_config` cannot hold values, or holds something else
-            under our key.
+        ValueError: `additional_config` is no mapping, or has none under our key.
     """
     has_own = isinstance(additional_config, Mapping) and CONFIG_KEY in additional_config
     if not given and not (under if has_own else "policy" in under):

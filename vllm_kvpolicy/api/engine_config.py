@@ -83,12 +83,9 @@ def read_command_line(engine_args: Any, args: Any) -> None:
 
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
-    """Return the policy that arguments ask for, None for none.
+    """Return the policy that arguments ask for, None for none; or ValueError.
 
     What the user left open and the policy depends on is chosen here, in `engine_args`.
-
-    Raises:
-        ValueError: the policy is not valid, or cannot run on this machine.
     """
     with errors(_is_command(engine_args)):
         under = cli.from_environment(compat.policy_variables())
@@ -159,11 +156,7 @@ def finish_stock(vllm_config: Any, is_command: bool) -> None:
 
 
 def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
-    """Check what each word of the policies reads, and the folder of a trace.
-
-    Raises:
-        ValueError: naming key, path, what was found and what is expected.
-    """
+    """Check what each word of the policies reads, and the folder of a trace."""
     # Here and not above: a vLLM that is only installed beside us loads no policy.
     from vllm_kvpolicy.policies.compose import assemble
 
@@ -183,29 +176,25 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
 
 
 def refuse_plain(model_config: Any, served: Iterable[str] = ()) -> None:
-    """Refuse a model that must not be served without an admission.
+    """Raise ValueError for a model that must not be served without an admission.
 
     Args:
         served: admissions of the server's policies; none for a plain server.
-
-    Raises:
-        ValueError: saying what to add.
     """
     for word in OWN_MODELS:
         if word not in served:
             models_of(word).refuse_plain(model_config)
 
 
-def missing_architecture(engine_args: Any) -> str | None:
+def missing_architecture(config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a model whose config.json leaves it out.
 
     vLLM would take one for the model without its output layer, which cannot generate.
-    None where no admission knows the model, or there is no config.json.
+    None where no admission knows the model.
 
     Raises:
         ValueError: a word knows the model but does not support its type.
     """
-    config = config_json(engine_args)
     if not config or config.get("architectures"):
         return None
     found = (models_of(word).missing_architecture(config) for word in OWN_MODELS)
@@ -257,14 +246,13 @@ def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:
 
 def _choose(engine_args: Any) -> None:
     """Choose what the user left open and a policy depends on."""
-    overrides = engine_args.hf_overrides or {}
+    model, overrides = config_json(engine_args), engine_args.hf_overrides or {}
     if isinstance(overrides, dict) and "architectures" not in overrides:
-        missing = missing_architecture(engine_args)
+        missing = missing_architecture(model)
         if missing is not None:
             engine_args.hf_overrides = {**overrides, "architectures": [missing]}
             logger.info("config.json names no architecture, served as %s", missing)
     platform = compat.platform_name()
-    model = config_json(engine_args)
     if engine_args.block_size is None and not compat.caches_latents(model):
         engine_args.block_size = compat.BLOCK_TOKENS.get(platform)
     chosen = (engine_args.attention_backend, engine_args.attention_config.backend)
@@ -346,11 +334,8 @@ def _name_classes(vllm_config: Any) -> None:
 
 def _check_deciders(config: KVPolicyConfig) -> None:
     """Raise ValueError where two admissions decide while tokens are computed."""
-    deciding = {
-        policy.info.name.partition("+")[0]
-        for policy in config.all_resolved
-        if policy.decides
-    }
+    policies = (each for each in config.all_resolved if each.decides)
+    deciding = {each.info.name.partition("+")[0] for each in policies}
     if len(deciding) > 1:
         always = ", ".join(name for name, word in ADMISSIONS.items() if word.decides)
         raise ValueError(

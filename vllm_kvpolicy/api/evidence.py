@@ -8,7 +8,6 @@ the user's cache folder, by device and by the versions of what it relied on.
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api.guards import (
-    FLASHINFER,
     Question,
-    backends,
     has_adapters,
     has_latents,
     has_sinks,
@@ -31,6 +28,7 @@ from vllm_kvpolicy.api.guards import (
     several,
     sleeps,
     speculates_by,
+    uses_flashinfer,
 )
 
 logger = init_logger("vllm.kv_policy")
@@ -43,10 +41,8 @@ class Feature:
     """Something that a server may use.
 
     Args:
-        name: as `vllm-kvpolicy verify --feature` takes it.
+        name: as `vllm-kvpolicy verify --feature` takes it, where it has a trial.
         what: as a reader of vLLM's documentation knows it.
-        applies: tells from a finished VllmConfig whether a server uses it.
-        has_trial: whether `verify` can serve it by itself.
     """
 
     name: str
@@ -73,7 +69,7 @@ FEATURES = (
     Feature("latents", "latent vectors (MLA)", has_latents),
     Feature("ngram", "n-gram speculation", speculates_by("ngram")),
     Feature("suffix", "speculation by suffix trees", speculates_by("suffix")),
-    Feature("flashinfer", "FlashInfer", lambda config: FLASHINFER in backends(config)),
+    Feature("flashinfer", "FlashInfer", uses_flashinfer),
     Feature("sleep", "sleep mode", sleeps),
     Feature("lora", "LoRA adapters", has_adapters, has_trial=False),
     Feature("ranks", "tensor parallelism", several("tensor_parallel"), has_trial=False),
@@ -112,22 +108,18 @@ def verified() -> set[str]:
     return set(_read().get(_here(), ()))
 
 
-def remember(names: Iterable[str]) -> None:
-    """Note that features work here; who cannot write there is told again next time."""
+def remember(name: str) -> None:
+    """Note that a feature works here; who cannot write it down is told again."""
     found = _read()
-    found[_here()] = sorted({*found.get(_here(), ()), *names})
+    found[_here()] = sorted({*found.get(_here(), ()), name})
     try:
-        path = _path()
+        path = compat.cache_folder() / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(found, indent=1))
         part.replace(path)
     except (OSError, RuntimeError) as error:
         logger.warning("cannot remember what was verified: %s", error)
-
-
-def _path() -> Path:
-    return compat.cache_folder() / FILE
 
 
 def _here() -> str:
@@ -138,7 +130,7 @@ def _here() -> str:
 def _read() -> dict[str, list[str]]:
     """Return names by device and versions; a file that is broken holds none."""
     try:
-        found = json.loads(_path().read_text())
+        found = json.loads((compat.cache_folder() / FILE).read_text())
     except (OSError, ValueError, RuntimeError):  # the last: nobody knows a home
         return {}
     if not isinstance(found, dict):

@@ -94,6 +94,12 @@ def has_word_with(attribute: str) -> Question:
     return of_policies(lambda server: any(map(attrgetter(attribute), server.words)))
 
 
+def has_part(name: str) -> Question:
+    """Return the question whether one of the server's policies has such a part."""
+    part = attrgetter(f"info.{name}")
+    return of_policies(lambda server: any(map(part, server.all_resolved)))
+
+
 def on(field: str) -> Question:
     """Return the question whether a field such as "model_config.use_mla" is set."""
     return attrgetter(field)
@@ -138,9 +144,7 @@ is_fitted, reads_rotations = has_word_with("fitted"), has_word_with("rotates")
 has_sinks = compat.has_learned_sinks
 # Heads may keep different numbers of tokens.
 is_ragged = of_policies(attrgetter("is_ragged"))
-selects = of_policies(
-    lambda server: any(each.info.selection for each in server.all_resolved)
-)
+admits, selects = has_part("admission"), has_part("selection")
 speculates = given("speculative_config")
 has_adapters = given("lora_config")
 transfers_weights = given("weight_transfer_config")
@@ -204,6 +208,10 @@ def backends(config: Any) -> set[str]:
     attention = config.attention_config
     chosen = [attention.backend, *attention.backend_per_kind.values()]
     return {backend.name for backend in chosen if backend is not None}
+
+
+def uses_flashinfer(config: Any) -> bool:
+    return FLASHINFER in backends(config)
 
 
 def _splits_heads(config: Any) -> bool:
@@ -421,7 +429,7 @@ REFUSALS = (
     ),
     Refusal(
         "FlashInfer with per-head lengths ({ragged})",
-        all_of(lambda config: FLASHINFER in backends(config), is_ragged),
+        all_of(uses_flashinfer, is_ragged),
         "leave out --attention-backend",
     ),
     Refusal(
@@ -432,10 +440,7 @@ REFUSALS = (
     ),
     Refusal(
         f"{_SELECTING} on more ranks than KV heads",
-        all_of(
-            selects,
-            _splits_heads,
-        ),
+        all_of(selects, _splits_heads),
         "set --tensor-parallel-size to the model's KV heads or less: a page's score is "
         "over all query heads of a KV head",
     ),
@@ -490,11 +495,7 @@ REFUSALS = (
                 on("speculative_config.parallel_drafting"),
                 on("speculative_config.disable_padded_drafter_batch"),
                 selects,
-                of_policies(
-                    lambda server: any(
-                        each.info.admission for each in server.all_resolved
-                    )
-                ),
+                admits,
                 is_fitted,
                 has_adapters,
                 is_float8,
@@ -598,10 +599,7 @@ REFUSALS = (
     ),
     Refusal(
         "FlashInfer with layers that have a state, or heads of two sizes",
-        all_of(
-            lambda config: FLASHINFER in backends(config),
-            any_of(has_states, has_two_sizes),
-        ),
+        all_of(uses_flashinfer, any_of(has_states, has_two_sizes)),
         "leave out --attention-backend: their superblocks are too large for it",
     ),
     Refusal(

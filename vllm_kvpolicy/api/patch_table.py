@@ -43,11 +43,7 @@ class Patch:
     remove_when: str
 
     def resolve(self) -> tuple[Any, str]:
-        """Import the owner and return it with the name of the attribute.
-
-        Raises:
-            ImportError, AttributeError: vLLM no longer has it.
-        """
+        """Import the owner and return it with the name of the attribute."""
         module, _, path = self.target.partition(":")
         owner = import_module(module)
         *parents, name = path.split(".")

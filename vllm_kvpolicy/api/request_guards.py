@@ -1,4 +1,7 @@
-"""Checks one request in the API process, so that a bad one never reaches the engine."""
+"""Checks one request in the API process, so that a bad one never reaches the engine.
+
+What is wrong with it is a `KVPolicyRequestError`, or a ValueError within `client_errors`.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -43,9 +46,6 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
         processor: vLLM's InputProcessor.
         request: the EngineCoreRequest that it has made of `params`, of a request that
             samples or pools.
-
-    Raises:
-        KVPolicyRequestError: a resumable session, or what `check_params` refuses.
     """
     server = server_config(processor.vllm_config)
     if server is None:
@@ -70,9 +70,6 @@ def check_early(
     Args:
         engine: vLLM's AsyncLLM, of whose `generate` these are the parameters.
         prompt: text, or a mapping that may hold `prompt_token_ids`.
-
-    Raises:
-        KVPolicyRequestError: what `check_params` refuses.
     """
     server = server_config(engine.vllm_config)
     if server is not None:
@@ -117,10 +114,6 @@ def check_params(
 
     Args:
         prompt_tokens: length of the prompt, 0 where it is not known yet.
-
-    Raises:
-        ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
-            than the pool.
     """
     longest = vllm_config.model_config.max_model_len
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
@@ -198,11 +191,7 @@ def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
 
 
 def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a beam search whose `vllm_xargs` have keys that it would not follow.
-
-    Raises:
-        KVPolicyRequestError: naming the first such key, or one that is unknown.
-    """
+    """Refuse a beam search whose `vllm_xargs` have keys that it would not follow."""
     with client_errors():
         for key in request_keys(extra_args):
             raise ValueError(

@@ -108,11 +108,7 @@ class Watch:
         self._samples: deque[Sample] = deque(maxlen=MEAN_LOOKS + 1)
 
     def look(self) -> None:
-        """Ask the server what it does.
-
-        Raises:
-            ValueError: it cannot be asked, or has nothing to show.
-        """
+        """Ask the server what it does; ValueError where it has nothing to show."""
         try:
             # A server that comes back may have another policy.
             is_new = bool(self.trouble or not self._facts)
@@ -129,11 +125,7 @@ class Watch:
         self._facts, self.trouble = facts, ""
 
     def frame(self, most_rows: int | None) -> Any:
-        """Return what was told last, see `frames.frame`.
-
-        Raises:
-            ValueError: that is not what the live routes of this version tell.
-        """
+        """Return what was told last, see `frames.frame`; ValueError as `_shape`."""
         before, after = self._samples[0], self._samples[-1]
         frames = import_module("vllm_kvpolicy.commands.frames")  # loads rich
         per_second = rates(before, after)
@@ -145,7 +137,7 @@ class Watch:
 
     @contextmanager
     def _shape(self) -> Iterator[None]:
-        """Tell of an answer that is not as expected."""
+        """Raise ValueError for an answer that is not as this version's."""
         try:
             yield
         except (LookupError, TypeError, AttributeError) as error:
@@ -155,11 +147,7 @@ class Watch:
             ) from error
 
     def _answer(self, path: str) -> dict[str, Any]:
-        """Return the answer of a live route.
-
-        Raises:
-            ValueError: there is none, with what to do.
-        """
+        """Return the answer of a live route; ValueError with what to do about none."""
         url = self._client.url
         try:
             found = json.loads(self._client.fetch(path))

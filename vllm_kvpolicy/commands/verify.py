@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> int:
     seconds = time.monotonic() - started
     print(f"\n{judge.summary(found)} ({seconds:.0f} s)")
     if given.feature is not None and all(each.result == judge.PASSED for each in found):
-        import_module("vllm_kvpolicy.api.evidence").remember([given.feature])
+        import_module("vllm_kvpolicy.api.evidence").remember(given.feature)
     return 0 if judge.is_healthy(found) else 1
 
 

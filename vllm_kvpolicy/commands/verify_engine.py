@@ -296,7 +296,7 @@ class Asked:
     Args:
         is_exact: other answers are wrong; else stock beside itself shows by how much
             they may differ.
-        is_stock: the answers are stock's, else those of a policy without events.
+        is_stock: the answers are stock's, else of a policy without events.
 
     Attributes:
         level: nats by which tokens may differ that change places.

@@ -255,8 +255,7 @@ class WorkerCounters:
     The scheduler makes the file after the worker has started, so it is opened late.
 
     Args:
-        counts: False in all ranks of a tensor-parallel group but the first: they see
-            the same events, and one of them has to count.
+        counts: whether this rank does, of those that see the same events.
     """
 
     def __init__(self, engine: str, block_size: int, counts: bool = True) -> None:
@@ -287,8 +286,8 @@ class WorkerCounters:
 
         Args:
             blocks: events, each with the superblocks that were in use below its
-                frontier, and those that its survivors take. What an earlier event left
-                over and the scheduler has not taken back yet is in neither.
+                frontier, and those that its survivors take; in neither is what the
+                scheduler has not taken back yet of an earlier one.
         """
         if not self.counts:
             return
@@ -358,11 +357,9 @@ class Collector:
 
 
 def exposition(registry: Any, vllm_config: Any | None, missed: set[str]) -> bytes:
-    """Return a page of metrics in Prometheus's text format.
+    """Return a page of metrics, with the counters of a server's engines if it is given.
 
-    Args:
-        vllm_config: of the server whose engines' counters are added; None for none.
-        missed: see `Collector`.
+    In Prometheus's text format; for `missed` see `Collector`.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 
