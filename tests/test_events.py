@@ -18,7 +18,6 @@ from vllm_kvpolicy.events import (
     EventPlan,
     Footprint,
     request_phase,
-    worst_case_blocks,
 )
 
 # name, prompt length, K, I, prefill interval, first event positions.
@@ -228,8 +227,7 @@ def test_an_event_holds_the_budget_and_less_than_a_page_more():
 
 def bound_of(case: Case, longest: int, lent: int) -> int:
     """The bound of a server with the numbers of a case."""
-    numbers = (case.budget, case.interval, case.prefill_interval)
-    return worst_case_blocks(longest, *numbers, case.recent, case.block_size, lent)
+    return footprint_of(case, lent).worst_blocks(longest)
 
 
 # The bound takes the worst alignment of local tokens to blocks after an event that
@@ -344,17 +342,18 @@ def test_the_phase_is_that_of_the_prompt_and_the_seed():
 )
 def test_worst_case_by_hand_with_the_defaults(longest, expected):
     # An event at 4096 leaves 32 local tokens and 2048 - 32 = 126 * 16 survivors.
-    assert worst_case_blocks(longest, 2048, 512, 4096, 32, 16) == expected
+    footprint = Footprint(EventPlan(1, 2048, 512, 4096), 32, 16)
+    assert footprint.worst_blocks(longest) == expected
 
 
 def test_a_request_with_a_smaller_interval_may_need_a_block_more_at_its_worst():
     # 65 tokens, N = 32: the first event of K = 32, I = 30 is at 62 and leaves
     # 30 local tokens and one block of survivors; 92 tokens would straddle a third.
     assert Footprint(EventPlan(28, 32, 30, 32), 0, 32).peak_blocks(65) == 3
-    assert worst_case_blocks(65, 32, 32, 32, 0, 32) == 3
+    assert Footprint(EventPlan(28, 32, 32, 32), 0, 32).worst_blocks(65) == 3
 
 
 def test_a_budget_that_never_binds_is_bounded_by_the_longest_request():
     for longest in (100, 128, 4096, 4097):
-        blocks = worst_case_blocks(longest, longest, 512, 4096, 32, 16)
-        assert blocks == -(-longest // 16)
+        footprint = Footprint(EventPlan(1, longest, 512, 4096), 32, 16)
+        assert footprint.worst_blocks(longest) == -(-longest // 16)

@@ -153,11 +153,7 @@ def vllm_version() -> str:
 
 
 def supports(version: str) -> bool:
-    """Tell whether policies start with vLLM `version`.
-
-    A release candidate or a development version may have anything: what was tested or
-    compared are releases.
-    """
+    """Tell whether policies start with vLLM `version`: only releases were compared."""
     return minor_release(version) in RELEASES and bool(FINAL.fullmatch(version))
 
 
@@ -255,15 +251,10 @@ def align_states(vllm_config: Any) -> None:
 
 
 def caches_latents(model: Mapping[str, Any]) -> bool:
-    """Return whether vLLM will cache latent vectors (MLA) of a model.
-
-    Args:
-        model: its config.json.
-    """
+    """Return whether vLLM will cache latent vectors (MLA) of a model's config.json."""
     text = model.get("text_config") or model.get("language_config") or model
-    is_expanded = text.get("model_type") in EXPANDED or environment_flag(
-        "VLLM_MLA_DISABLE"
-    )
+    is_off = environment_flag("VLLM_MLA_DISABLE")
+    is_expanded = is_off or text.get("model_type") in EXPANDED
     return bool(text.get("kv_lora_rank")) and not is_expanded
 
 
@@ -271,12 +262,6 @@ def block_tokens(model_config: Any) -> int:
     """Return our default of N, of which others must be multiples."""
     is_latent = model_config.use_mla
     return LATENT_TOKENS if is_latent else BLOCK_TOKENS.get(platform_name(), 16)
-
-
-def served_backends(vllm_config: Any) -> set[str]:
-    """Return the names of vLLM's attention backends that a policy serves a model by."""
-    is_latent = vllm_config.model_config.use_mla
-    return set(LATENT_BACKENDS if is_latent else ATTENTION_BACKENDS)
 
 
 def serve_latents(vllm_config: Any, engine_args: Any) -> None:
@@ -316,11 +301,7 @@ def cuda_attention_backend(
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
     numbers, where vLLM has them; else Triton. Of these it alone reads FP8 caches with
     queries that are not FP8 and heads of more than 256 channels (Gemma 4), and
-    FlashAttention 2 knows no learned sinks.
-
-    Args:
-        model: its config.json.
-        dtype, cache_dtype: as on the command line.
+    FlashAttention 2 knows no learned sinks. `model` is its config.json.
     """
     major = (gpu_capability() or (0, 0))[0]
     text = model.get("text_config") or model

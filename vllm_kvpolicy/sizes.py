@@ -13,7 +13,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import LEAST_AUTO, NONE, PRESSURE
 from vllm_kvpolicy.config_values import own_config
-from vllm_kvpolicy.events import LAST_PHASE, Footprint, worst_case_blocks
+from vllm_kvpolicy.events import LAST_PHASE, Footprint
 
 AUTO_STEP = 64  # tokens, of which a budget of AUTO is a multiple
 
@@ -157,10 +157,7 @@ def _kinds_by_layer(vllm_config: Any) -> list[tuple[str, ...]]:
 
 
 def layer_kinds(vllm_config: Any) -> list[str]:
-    """Return the kinds of cache that the model's layers have, in order.
-
-    As it names them where that is none of ours.
-    """
+    """Return the kinds of cache of the model's layers, or the model's names of such."""
     return [kind for kinds in _kinds_by_layer(vllm_config) for kind in kinds]
 
 
@@ -222,10 +219,7 @@ def total_kv_heads(vllm_config: Any) -> int:
 
 
 def row_sizes(vllm_config: Any) -> tuple[int, int]:
-    """Return how many channels a rank's layer keeps for a token, in all its KV heads.
-
-    Of full attention, and of layers with a window.
-    """
+    """Return a token's channels on a rank, in a full layer and in one with a window."""
     own, windowed = (prod(kv_heads(vllm_config, kind)) for kind in (FULL, SLIDING))
     return own or 1, windowed or 1  # of a model without attention
 
@@ -286,7 +280,7 @@ def _saved_states(vllm_config: Any, late_steps: int) -> int:
 
 
 def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> None:
-    """Check that a step's drafts do not reach past a request's first event.
+    """Raise ValueError where a step's drafts reach past a request's first event.
 
     Beside others, vLLM begins a request of which one token is not computed yet with
     drafts of padding, as many as a step may have, and fails where they are cut. What
@@ -296,10 +290,6 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
     Args:
         config: of the engine or of a request.
         prefix: of the keys that an error names.
-
-    Raises:
-        ValueError: the budget, and a token of a prompt that is kept, are less than a
-            step's drafts; or, of a policy without one, the window and a page are.
     """
     drafts = vllm_config.num_speculative_tokens
     if not drafts:
@@ -447,21 +437,12 @@ def max_blocks_per_request(
     Args:
         longest: most tokens of a request; None for max_model_len.
     """
-    block_size = own_block_size(vllm_config)
-    longest = longest or vllm_config.model_config.max_model_len
-    footprint = config.footprint(1, block_size, query_rows(vllm_config))
-    if config.resolved().info.keeps_all:
-        return -(-longest // block_size) + footprint.window_blocks
-    return worst_case_blocks(
-        longest,
-        config.budget_tokens,
-        config.interval_tokens,
-        config.prefill_step(block_size),
-        config.recent_tokens,
-        block_size,
-        footprint.window_blocks,
-        vllm_config.num_lookahead_tokens,
-    )
+    unpinned = replace(config, pin=NONE, is_checked=True)
+    footprint = footprint_of(vllm_config, unpinned, 1)
+    longest = longest or footprint.longest
+    if footprint.keeps_all:
+        return -(-longest // footprint.block_size) + footprint.window_blocks
+    return footprint.worst_blocks(longest)
 
 
 def footprint_of(
@@ -485,7 +466,7 @@ def most_blocks(
 
     Args:
         prompt_tokens: >= 1.
-        num_tokens: length of prompt and answer.
+        num_tokens: of prompt and answer.
     """
     footprint = footprint_of(vllm_config, config, prompt_tokens)
     is_spread = config.spread_events

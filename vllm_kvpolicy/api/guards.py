@@ -210,6 +210,12 @@ def backends(config: Any) -> set[str]:
     return {backend.name for backend in chosen if backend is not None}
 
 
+def _has_other_backend(config: Any) -> bool:
+    is_latent = config.model_config.use_mla
+    served = compat.LATENT_BACKENDS if is_latent else compat.ATTENTION_BACKENDS
+    return not backends(config) <= {*served}
+
+
 def uses_flashinfer(config: Any) -> bool:
     return FLASHINFER in backends(config)
 
@@ -423,7 +429,7 @@ REFUSALS = (
     ),
     Refusal(
         "other attention backends",
-        lambda config: not backends(config) <= compat.served_backends(config),
+        _has_other_backend,
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work, "
         f"and {', '.join(compat.LATENT_BACKENDS)} with MLA)",
     ),

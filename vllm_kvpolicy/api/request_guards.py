@@ -1,6 +1,6 @@
 """Checks one request in the API process, so that a bad one never reaches the engine.
 
-What is wrong with it is a `KVPolicyRequestError`, or a ValueError within `client_errors`.
+What is wrong is a `KVPolicyRequestError`, or a ValueError within `client_errors`.
 """
 
 from bisect import bisect_right

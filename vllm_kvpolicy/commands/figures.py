@@ -28,9 +28,7 @@ def new_figure(
     """Return a figure and its panels [rows * columns], row by row; sizes are in inches.
 
     All panels share the x axis; with several columns they share the y axis, too.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+    ValueError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure

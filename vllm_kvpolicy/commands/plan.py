@@ -120,11 +120,7 @@ class Engine:
 
 
 def main(words: list[str]) -> None:
-    """Print the plan.
-
-    Raises:
-        ValueError: it cannot be made, with the reason.
-    """
+    """Print the plan; ValueError with the reason where it cannot be made."""
     args = _parser().parse_args(words)
     given = cli.given_values(vars(args))
     if "policy" not in given:
@@ -194,12 +190,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
-    """Return what the command line says of an engine.
-
-    Raises:
-        ValueError: the model is unknown or unlike what is planned, or the lengths are
-            longer than its context.
-    """
+    """Return what the command line says of an engine."""
     import torch
     from vllm.config import ParallelConfig
 
@@ -319,11 +310,7 @@ def _whole(engine: Engine) -> list[Life]:
 
 
 def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...]]:
-    """Yield a line for the policy, then some for other budgets and intervals.
-
-    Raises:
-        ValueError: a policy without a budget, or no request fits the pool.
-    """
+    """Yield a line for the policy, then some for other budgets and intervals."""
     if config.resolved().info.keeps_all:
         raise ValueError(
             f"{config.policy} has no budget: what requests hold depends on their text"
@@ -343,11 +330,7 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
 
 
 def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint:
-    """Return when a request has events: at its floor as often as they can be called.
-
-    Args:
-        whole: its life without events.
-    """
+    """Return when a request has events: at its floor as often as they can be called."""
     sizes = engine.block_size, query_rows(engine.vllm_config)
     prompt = whole.footprint.events.prompt_len
     lengths = prompt, whole.num_tokens + 1

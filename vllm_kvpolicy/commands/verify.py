@@ -30,9 +30,7 @@ Lines = list[tuple[str, str]]
 def main(words: Sequence[str]) -> int:
     """Print a block to paste into an issue; 0 where all is well, else 1.
 
-    Raises:
-        ValueError: the command line is wrong: there is no such model or server, or
-            it cannot be asked.
+    ValueError where there is no such model or server, or it cannot be asked.
     """
     started = time.monotonic()
     parser = _parser()
