@@ -50,7 +50,7 @@ def engine_with(**parts: dict[str, object]) -> SimpleNamespace:
     return SimpleNamespace(**vars(ENGINE) | changed)
 
 
-def test_what_is_pinned_leaves_the_bounds_alone() -> None:
+def test_what_is_pinned_leaves_the_bounds_alone():
     """A request that pins more than the pool can hold is refused when it comes."""
     alone = KVPolicyConfig("tova", events="always")
     pinning = replace(alone, pin="prompt")
@@ -69,9 +69,7 @@ def test_what_is_pinned_leaves_the_bounds_alone() -> None:
         KVPolicyConfig("quest"),
     ],
 )
-def test_a_server_that_keeps_all_states_the_whole_length(
-    config: KVPolicyConfig,
-) -> None:
+def test_a_server_that_keeps_all_states_the_whole_length(config):
     window_blocks = -(-config.resolved().window_tokens * 4 // (2 * SIZE))
     assert max_blocks_per_request(ENGINE, config) == WHOLE + window_blocks
 
@@ -79,9 +77,7 @@ def test_a_server_that_keeps_all_states_the_whole_length(
 @pytest.mark.parametrize(
     ("num_blocks", "longest"), [(0, 0), (36, 1152), (195, LONGEST)]
 )
-def test_vllm_finds_the_longest_request_that_fits(
-    num_blocks: int, longest: int
-) -> None:
+def test_vllm_finds_the_longest_request_that_fits(num_blocks, longest):
     """As it does for `--max-model-len auto`; 195 superblocks do for every length."""
     spec = KVPolicySpec(
         block_size=SIZE, num_kv_heads=8, head_size=32, dtype=torch.float32
@@ -93,7 +89,7 @@ def test_vllm_finds_the_longest_request_that_fits(
     assert ENGINE.model_config.max_model_len == LONGEST
 
 
-def test_a_query_window_counts_as_superblocks_of_the_request() -> None:
+def test_a_query_window_counts_as_superblocks_of_the_request():
     """32 queries of 4 query heads per KV head take as much as 64 tokens."""
     bounds = [
         max_blocks_per_request(ENGINE, KVPolicyConfig(name))
@@ -103,7 +99,7 @@ def test_a_query_window_counts_as_superblocks_of_the_request() -> None:
     assert bounds[1] == bounds[0] + 2
 
 
-def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget() -> None:
+def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget():
     gates = KVPolicyConfig("wgkv", recent_tokens=64, options={"wgkv_gates": "file"})
     line = capacity_line(ENGINE, gates, 9000)
     assert "wgkv: no budget" in line and "newest 64 tokens" in line
@@ -115,7 +111,7 @@ def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget() -> 
     assert "snapkv+quest: budget 2048 tokens per KV head" in both
 
 
-def test_the_users_word_counts_more_than_the_policys() -> None:
+def test_the_users_word_counts_more_than_the_policys():
     values = {"events": "always", "budget_tokens": 512}
     for config, pinned in (
         (KVPolicyConfig("epikv", **values), 1000),
@@ -143,21 +139,19 @@ def test_the_users_word_counts_more_than_the_policys() -> None:
         (KVPolicyConfig("tova", events="always", pin="prompt"), LONGEST),
     ],
 )
-def test_the_line_about_the_prefix_cache_says_how_much_is_shared(
-    config: KVPolicyConfig, shared: int
-) -> None:
+def test_the_line_about_the_prefix_cache_says_how_much_is_shared(config, shared):
     line = sharing_line(ENGINE, config)
     assert f"share up to {shared} prompt tokens" in line and "epikv" not in line
 
 
-def test_the_line_about_the_prefix_cache_names_who_takes_nothing() -> None:
+def test_the_line_about_the_prefix_cache_names_who_takes_nothing():
     line = sharing_line(ENGINE, KVPolicyConfig("tova", allow=("epikv",)))
     assert line.endswith("requests of epikv fill it but take nothing from it")
     uncached = engine_with(cache_config={"enable_prefix_caching": False})
     assert sharing_line(uncached, KVPolicyConfig("tova")).endswith("its whole prompt")
 
 
-def test_a_budget_that_nothing_reaches_is_said() -> None:
+def test_a_budget_that_nothing_reaches_is_said():
     short = engine_with(model_config={"max_model_len": 2048})
     line = capacity_line(short, KVPolicyConfig("tova", events="always"), 9000)
     assert line.endswith("ever drops any, lower --kv-budget")
@@ -175,7 +169,7 @@ AUTO = KVPolicyConfig.from_dict(
 )
 
 
-def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
+def test_a_share_of_each_request_is_bounded_by_that_of_the_longest():
     quarter = KVPolicyConfig.from_dict({"policy": "tova", "budget": "25%"})
     assert worded_budget(ENGINE, quarter, None) == LONGEST // 4
     small = replace(quarter, budget_word="0.01%")
@@ -190,7 +184,7 @@ def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
     assert planner_limits(wide, known).events_per_step == 16384 // (4 + 32 + SIZE + 512)
 
 
-def test_the_pools_share_by_hand() -> None:
+def test_the_pools_share_by_hand():
     # 200 superblocks each. One is the query window's, one for rounding; 198 of 32
     # tokens, less 512 of growth, are 5,824, a multiple of 64.
     assert worded_budget(ENGINE, AUTO, 16 * 200 + 1) == 5824
@@ -204,7 +198,7 @@ def test_the_pools_share_by_hand() -> None:
     assert worded_budget(ENGINE, low, 16 * WHOLE + 1) == 1000
 
 
-def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept() -> None:
+def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept():
     wide = replace(AUTO, allow=("snapmax",))  # 256 queries: 16 superblocks, not 1
     assert worded_budget(ENGINE, wide, 16 * 200 + 1) == 5824 - 15 * SIZE - 32
     recent = replace(AUTO, recent_tokens=300)
@@ -217,9 +211,7 @@ def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept() -> No
 @pytest.mark.parametrize("share", [60, 61, 97, 250, 1001])
 @pytest.mark.parametrize("interval", [64, 100, 512])
 @pytest.mark.parametrize("policy", ["tova", "snapkv", "expected"])
-def test_as_many_as_may_run_fit_with_the_pools_share(
-    share: int, interval: int, policy: str
-) -> None:
+def test_as_many_as_may_run_fit_with_the_pools_share(share, interval, policy):
     interval = max(interval, 128 if policy == "expected" else 0)
     config = replace(AUTO, policy=policy, interval_tokens=interval)
     budget = worded_budget(ENGINE, config, 16 * share + 1)
@@ -229,7 +221,7 @@ def test_as_many_as_may_run_fit_with_the_pools_share(
     assert most_blocks(ENGINE, more, 1, LONGEST) > share
 
 
-def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
+def test_the_pools_share_of_one_leaves_room_for_long_prompts():
     """Their first event is the first multiple of 4,096 tokens above the budget."""
     alone = engine_with(scheduler_config={"max_num_seqs": 1})
     for num_blocks in (300, 400, 600, 900):
@@ -238,7 +230,7 @@ def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
         assert config.budget_tokens > 256
 
 
-def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
+def test_the_lines_of_events_on_call_say_who_is_cut():
     config = replace(AUTO, budget_word=None).with_budget(1024)
     line = capacity_line(ENGINE, config, 16 * 200 + 1)
     held = most_blocks(ENGINE, config, 1, LONGEST)

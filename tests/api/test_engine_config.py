@@ -173,9 +173,7 @@ def test_names_of_engines_are_made_by_servers_alone(tiny_model, capsys, name):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_superblocks_have_room_for_a_state(
-    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_superblocks_have_room_for_a_state(platform, tmp_path, monkeypatch):
     """N is known before a policy is checked; on a GPU another process finds it."""
     model = make("granite4", tmp_path)
     made = engine_args(
@@ -194,11 +192,8 @@ def test_superblocks_have_room_for_a_state(
 
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_latent_vectors_are_served_in_chunks(
-    has_amx: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    policy_log: pytest.LogCaptureFixture,
-) -> None:
+    has_amx, tmp_path, monkeypatch, policy_log
+):
     """Stock has no chunks there, raises the tokens of a step, and may take AMX."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     model = make("deepseek_v3", tmp_path)
