@@ -306,19 +306,6 @@ def test_every_phase_has_its_position_and_all_are_as_likely():
     assert max(found.values()) - min(found.values()) <= 1
 
 
-def test_no_event_reads_queries_from_before_the_last_event():
-    rng = random.Random(11)
-    for _ in range(trials(2000)):
-        case = random_case(rng, 200)
-        step = max(case.prefill_interval, case.window)
-        plan = plan_of(replace(case, prefill_interval=step))
-        positions = [0, *plan.positions_up_to(900)]
-        past = [p for p in positions if p > plan.prompt_len]
-        for position in past:
-            before = positions[positions.index(position) - 1]
-            assert position - before >= case.window, case
-
-
 def test_the_phase_is_that_of_the_prompt_and_the_seed():
     prompt = list(range(100))
     assert request_phase(prompt) == request_phase(tuple(prompt))
@@ -351,9 +338,3 @@ def test_a_request_with_a_smaller_interval_may_need_a_block_more_at_its_worst():
     # 30 local tokens and one block of survivors; 92 tokens would straddle a third.
     assert Footprint(EventPlan(28, 32, 30, 32), 0, 32).peak_blocks(65) == 3
     assert Footprint(EventPlan(28, 32, 32, 32), 0, 32).worst_blocks(65) == 3
-
-
-def test_a_budget_that_never_binds_is_bounded_by_the_longest_request():
-    for longest in (100, 128, 4096, 4097):
-        footprint = Footprint(EventPlan(1, longest, 512, 4096), 32, 16)
-        assert footprint.worst_blocks(longest) == -(-longest // 16)

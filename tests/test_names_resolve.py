@@ -134,14 +134,11 @@ def test_what_is_named_exists(pattern, pages, is_good) -> None:
 @pytest.mark.parametrize(
     ("name", "is_good"),
     [
-        ("vllm_kvpolicy.worker.runtime", True),
         ("vllm_kvpolicy.worker", True),
         ("vllm_kvpolicy.compat.BLOCK_TOKENS", True),
-        ("vllm_kvpolicy.policies.scorers.tova:TovaScorer", True),
         ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.score", True),
         ("vllm_kvpolicy.policies.score", True),  # found when it is asked for
         ("vllm_kvpolicy.LLM", True),
-        ("vllm_kvpolicy.attention.folding", False),
         ("vllm_kvpolicy.policies.scorers.tova:SnapKVScorer", False),
         ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.novelty", False),
         ("vllm_kvpolicy.policies.novelty", False),

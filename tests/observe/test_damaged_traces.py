@@ -1,6 +1,5 @@
 """Whatever has happened to the files of a trace, its commands end in a sentence."""
 
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,18 +101,9 @@ def replaced(name: str, value: Any) -> Callable[[Path], None]:
     return of_fields(lambda arrays: arrays.update({name: np.asarray(value)}))
 
 
-def folder_in_place(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 OTHER_FILES: dict[str, Callable[[Path], Any]] = {
     "empty": lambda path: path.write_bytes(b""),
-    "JSON": lambda path: path.write_text(json.dumps({"position": 10})),
-    "one array": lambda path: np.save(path.open("wb"), np.zeros(3)),
     "a pickle": lambda path: np.save(path.open("wb"), np.array([{}])),
-    "a folder": folder_in_place,
-    "a dangling link": lambda path: (path.unlink(), path.symlink_to("none")),
     "another version": of_fields(lambda arrays: arrays.pop("sinks")),
     "text for a number": replaced("position", "ten"),
     "a fraction": replaced("position", 10.5),
