@@ -53,7 +53,6 @@ class KVPolicyConfig:
     a ValueError that names its key, the value and what is valid.
 
     Args:
-        policy: name in the grammar of policies.names.
         budget_tokens: K; AUTO becomes the least that it may stand for, until the pool
             is known, and a share of each request what it is of the longest, see
             `sizes.settled`. Of this and the other integers `INTEGER_KEYS` says what
@@ -70,7 +69,6 @@ class KVPolicyConfig:
         ceiling_tokens: C, with PRESSURE held right after an event that comes because
             the request holds C + I; None for no such events.
         options: of the policies, as the user gave them; each policy reads its own.
-        trace_dir: folder in which workers record survivors; None for off.
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
         report_events: each answer says what its events dropped.
@@ -312,7 +310,6 @@ class KVPolicyConfig:
 
         Args:
             prompt_tokens: the budget counts what is kept behind the pinned ones.
-            block_size: N, tokens per superblock.
             query_rows: rows of a superblock that a query takes, of its 2N; see `sizes`.
             phase: of the request, see `events`; 0 where events are not spread.
         """

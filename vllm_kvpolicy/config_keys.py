@@ -57,7 +57,6 @@ class IntegerKey:
     Args:
         key: name in the plain form; the flag is `--kv-` plus this name.
         field: attribute of KVPolicyConfig.
-        minimum: smallest valid value.
         summary: what it counts, with its unit.
         is_flag: has a flag of its own and may be given per request.
         word: what may be given in place of a number, None for nothing.

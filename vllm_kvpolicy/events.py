@@ -65,7 +65,6 @@ class EventPlan:
         budget: K, tokens a KV head may attend right after an event.
         interval: I, tokens between events.
         prefill_interval: tokens between events inside the prompt; NO_STEP for none.
-        phase: of the request, see `request_phase`.
         window_tokens: W <= I, newest queries that an event reads; 0 for none.
     """
 
@@ -141,7 +140,6 @@ class Footprint:
     7
 
     Args:
-        events: the request's event positions.
         recent: R, newest tokens that are always kept.
         block_size: N, tokens per superblock.
         keeps_all: events may keep everything, as without a budget.

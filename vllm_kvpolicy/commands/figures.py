@@ -146,7 +146,6 @@ def retention_curves(
     Args:
         retention: by policy, shares in bins of equal width, oldest first; in each panel
             the other policies are grey.
-        title: shown above; None for no title.
     """
     columns = min(CURVE_COLUMNS, len(retention))
     rows = -(-len(retention) // columns)

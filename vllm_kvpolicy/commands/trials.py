@@ -57,10 +57,7 @@ def make_gemma3(
 def gemma4(pattern: str, head_dim: int, **changes: Any) -> Any:
     """Return the configuration of a Gemma 4 with a layer for each letter, w or f.
 
-    Heads of layers with a window, w, are half as large as those of full attention, f.
-
-    Args:
-        head_dim: of layers with a window.
+    Heads of layers with a window, w, are half as large, `head_dim`, as of the others.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
@@ -220,7 +217,6 @@ class Trial:
     """How `verify` serves one feature, and which engines it compares.
 
     Args:
-        make: writes the model into a folder.
         settings: of vLLM's EngineArgs, beside those that all engines have.
         has_stock: stock vLLM computes the same; else a policy without events stands in.
         is_ragged: heads may have lengths of their own.

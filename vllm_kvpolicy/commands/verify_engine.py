@@ -209,7 +209,6 @@ def checks(
     Args:
         dtype: as for vLLM; float32 leaves no rounding by which moved tokens differ.
             Of others stock beside itself shows how much that is.
-        say: is told what takes long before it begins.
         settings: of vLLM's EngineArgs, for all engines.
         trial: which engines there are beside, and what those have that move tokens.
 

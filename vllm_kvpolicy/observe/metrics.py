@@ -42,7 +42,6 @@ class Series:
 
     Args:
         label: its own, beside those that all series have; empty for none.
-        values: of that label.
         kind: "counter" or "gauge".
     """
 

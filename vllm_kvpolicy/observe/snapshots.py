@@ -114,9 +114,6 @@ def shared_blocks(running: Sequence[Any], manager: Any) -> dict[str, int]:
     Stock vLLM takes the start of a prompt from the prefix cache when it schedules a
     request, all but the last token. It never merges blocks that are computed later,
     such as equal answers. The requests' blocks are those that stock vLLM would hold.
-
-    Args:
-        manager: a KVPolicyManager.
     """
     block_size = manager.block_size
     seen: set[Any] = set()

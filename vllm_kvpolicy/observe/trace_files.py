@@ -34,14 +34,11 @@ class EventRecord:
     """One event. Positions are logical and count from 0; -1 pads the rows of heads.
 
     Args:
-        request_id: vLLM's request id.
-        policy: name of the request's policy.
         position: tokens computed before the event.
         ordinal: 0 for the request's first event, and again after a preemption.
         frontier: tokens at this position and later are local, all kept.
         budget: K of this event, tokens per KV head that are kept behind the pinned
             ones.
-        prompt: tokens of the prompt.
         sinks: first tokens that are always kept, pinned ones included.
         pinned: first tokens that are no part of the event: all are kept, and they are
             not listed below.
