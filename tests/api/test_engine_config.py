@@ -1,6 +1,5 @@
 """Files and folders of a configuration are checked where it is made."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest

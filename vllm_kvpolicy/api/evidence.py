@@ -9,7 +9,6 @@ the user's cache folder, by device and by the versions of what it relied on.
 import json
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger

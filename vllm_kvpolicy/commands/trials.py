@@ -258,9 +258,7 @@ TRIALS = {
         gpu_dtypes=("bfloat16",),
     ),
     # vLLM has room for one such engine in a process.
-    "sleep": Trial(
-        is_ragged=False, on_cpu=False, of_mover={"enable_sleep_mode": True}
-    ),
+    "sleep": Trial(is_ragged=False, on_cpu=False, of_mover={"enable_sleep_mode": True}),
     "ngram": _drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
     "suffix": _drafting("suffix"),
     "flashinfer": Trial(
