@@ -78,19 +78,13 @@ class ConfigValues(Mapping[str, Any]):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def has_policy(vllm_config: Any) -> bool:
-    additional = vllm_config.additional_config
-    return isinstance(additional, Mapping) and additional.get(CONFIG_KEY) is not None
-
-
 def server_config(vllm_config: Any) -> KVPolicyConfig | None:
     """Return the policy that an engine runs with, or None; one object per process."""
-    if not has_policy(vllm_config):
-        return None
     additional = vllm_config.additional_config
     if isinstance(additional, ConfigValues):
         return additional.policy
-    return KVPolicyConfig.from_dict(additional[CONFIG_KEY])
+    values = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+    return None if values is None else KVPolicyConfig.from_dict(values)
 
 
 def own_config(vllm_config: Any) -> KVPolicyConfig:

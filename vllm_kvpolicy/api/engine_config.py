@@ -137,7 +137,10 @@ def finish(
         config = settled(vllm_config)
         config.validate_block_size(own_block_size(vllm_config))
         check_drafts(config, vllm_config)
-        _name_classes(vllm_config)
+        parallel = vllm_config.parallel_config
+        own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
+        parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
+        _name_scheduler(vllm_config.scheduler_config, compat.SCHEDULER_CLASSES)
         vllm_config.instance_id = server_name(unique, config)
         remove_stale_files_at_exit()
         if compat.is_first_process(engine_args):
@@ -322,14 +325,6 @@ def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
         raise ValueError(
             f"--kv-policy {config.policy} is not supported together with:{lines}"
         )
-
-
-def _name_classes(vllm_config: Any) -> None:
-    """Name our worker and our scheduler."""
-    parallel = vllm_config.parallel_config
-    own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
-    parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
-    _name_scheduler(vllm_config.scheduler_config, compat.SCHEDULER_CLASSES)
 
 
 def _check_deciders(config: KVPolicyConfig) -> None:

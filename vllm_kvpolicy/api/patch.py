@@ -24,7 +24,7 @@ from vllm_kvpolicy.api import (
     request_guards,
 )
 from vllm_kvpolicy.api import patch_table as table
-from vllm_kvpolicy.config_values import has_policy
+from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.observe.metrics import exposition, register
 from vllm_kvpolicy.sizes import settled
 
@@ -116,10 +116,11 @@ def _wrap_server() -> None:
 
 def _with_engine_check(original: Callable) -> Callable:
     def apply_ready_response(self: Any, payload: bytes) -> None:
-        if has_policy(self.vllm_config):
+        has_policy = server_config(self.vllm_config) is not None
+        if has_policy:
             engines.note_ready(self.vllm_config, payload)
         original(self, payload)
-        if has_policy(self.vllm_config):
+        if has_policy:
             settled(self.vllm_config, engines.smallest_pool(self.vllm_config))
 
     return apply_ready_response
@@ -193,7 +194,7 @@ def _with_counters(original: Callable) -> Callable:
         def metrics(request: Any) -> Any:
             vllm_config = getattr(request.app.state, "vllm_config", None)
             is_ours = vllm_config is not None and (
-                has_policy(vllm_config) or engine_config.is_counted(vllm_config)
+                server_config(vllm_config) or engine_config.is_counted(vllm_config)
             )
             text = exposition(registry, vllm_config if is_ours else None, missed)
             return owner.PrometheusResponse(text)

@@ -345,8 +345,13 @@ def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint
 
 def _pool_blocks(engine: Engine, config: KVPolicyConfig) -> int:
     """Return the superblocks of the pool, vLLM's null block included."""
+    built = (assemble(each).needs for each in config.all_resolved)
+    needs = reduce(or_, built, Needs(positions=config.hints))
+    num_heads = engine.num_layers * engine.kv_heads[0]
+    # The tables of a worker that grow with the pool, as it makes them.
+    beside = SideTables.of_server(engine.vllm_config, config, needs, num_heads)
     superblock = engine.superblock_bytes(engine.is_fp8)
-    return _side_tables(engine, config).pool_blocks(engine.available, superblock)
+    return beside.pool_blocks(engine.available, superblock)
 
 
 def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
@@ -384,14 +389,6 @@ def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
         str(max(life.footprint.window_blocks for life in lives)),
         str(most_at_once(lives, usable)),
     )
-
-
-def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
-    """Return the tables of a worker that grow with the pool, as it makes them."""
-    built = (assemble(each).needs for each in config.all_resolved)
-    needs = reduce(or_, built, Needs(positions=config.hints))
-    num_heads = engine.num_layers * engine.kv_heads[0]
-    return SideTables.of_server(engine.vllm_config, config, needs, num_heads)
 
 
 # -- text around the table -----------------------------------------------------
