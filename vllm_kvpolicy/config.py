@@ -117,7 +117,6 @@ class KVPolicyConfig:
 
     def _check(self) -> None:
         """Check every value but for what depends on N, see `validate_block_size`."""
-        parse(self.policy)
         if not isinstance(self.options, Mapping):
             raise wrong("policy_config", self.options, "a mapping of options")
         if not isinstance(self.allow, tuple):

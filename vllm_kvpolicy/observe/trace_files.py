@@ -21,11 +21,6 @@ RANK = "rank-{}-of-{}"  # folder of a rank, and of how many that record
 OF_RANK = re.compile(r"rank-(\d+)-of-(\d+)")
 
 MOST_MARKS = 2**30  # layers * heads * positions of one event
-TEXTS = ("request_id", "policy")
-INTEGERS = (
-    *("position", "ordinal", "frontier", "budget", "prompt", "sinks", "pinned"),
-    "block_size",
-)
 TOKENS = ("held", "selected", "survivors")
 
 
@@ -284,15 +279,18 @@ def wrong_fields(values: Mapping[str, Any], notes: Mapping[str, Any]) -> list[st
     def is_per_head(rows: Any, kinds: str) -> bool:
         return np.shape(rows)[:2] == shape and rows.dtype.kind in kinds
 
-    right = {name: type(values[name]) is int for name in INTEGERS}
-    for name in TEXTS:
-        text = values[name]
-        right[name] = isinstance(text, str) and text.isprintable()
+    def is_of(kind: Any, value: Any) -> bool:
+        if kind is np.ndarray:
+            return np.ndim(value) == 3 and is_per_head(value, "i")
+        if kind is float:
+            return isinstance(value, int | float)
+        return type(value) is kind and (kind is int or value.isprintable())
+
+    kinds = {item.name: item.type for item in fields(EventRecord)}
+    right = {name: is_of(kinds[name], value) for name, value in values.items()}
     right["policy"] &= "/" not in str(values["policy"])
-    right["moved"] = isinstance(values["moved"], int | float)
     for name in TOKENS:
         rows = values[name]
-        right[name] = np.ndim(rows) == 3 and is_per_head(rows, "i")
         if right[name] and right["position"] and rows.size:
             right[name] = rows.min() >= -1 and rows.max() < values["position"]
     right["held"] &= np.size(values["held"]) > 0
