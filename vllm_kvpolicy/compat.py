@@ -142,7 +142,6 @@ def missing_vllm() -> str | None:
 
 
 def wants_traceback() -> bool:
-    """Return whether a command that fails shows where, by KVPOLICY_TRACEBACK."""
     return os.environ.get(TRACEBACK_VARIABLE) == "1"
 
 
@@ -216,7 +215,6 @@ def device_memory() -> int:
 
 
 def device_name() -> str:
-    """Return the name of this machine's device, as its driver tells it."""
     from vllm.platforms import current_platform
 
     return str(current_platform.get_device_name())
@@ -335,7 +333,6 @@ def is_first_process(engine_args: Any) -> bool:
 
 
 def policy_variables() -> dict[str, str]:
-    """Return the variables of the environment that may be flags of ours."""
     return {k: text for k, text in os.environ.items() if k.startswith("VLLM_KV_")}
 
 
@@ -354,12 +351,10 @@ def environment_flag(name: str) -> bool:
 
 
 def api_key() -> str | None:
-    """Return vLLM's API key from the environment, None where it has none."""
     return os.environ.get("VLLM_API_KEY")
 
 
 def demanded_kernels() -> str | None:
-    """Return the value of KVPOLICY_KERNELS, None where it is unset or empty."""
     return os.environ.get(KERNELS_VARIABLE) or None
 
 
@@ -380,7 +375,6 @@ def forget_chosen_backends() -> None:
 
 
 def has_learned_sinks(vllm_config: Any) -> bool:
-    """Return whether the model's type is one of `LEARNED_SINKS`."""
     model = vllm_config.model_config.hf_text_config
     return getattr(model, "model_type", None) in LEARNED_SINKS
 

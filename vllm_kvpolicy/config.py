@@ -208,7 +208,6 @@ class KVPolicyConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Whether the pool decides the budget."""
         return self.budget_word == AUTO
 
     @property
@@ -239,12 +238,10 @@ class KVPolicyConfig:
 
     @property
     def all_resolved(self) -> list[ResolvedPolicy]:
-        """Every one of `policies`, with its options."""
         return [self.resolved(name) for name in self.policies]
 
     @property
     def words(self) -> list[Any]:
-        """The words of all of `policies`, see `policies.words.Word`."""
         return [word for each in self.all_resolved for word in each.info.parts]
 
     def resolved(self, policy_name: str | None = None) -> ResolvedPolicy:
@@ -521,7 +518,6 @@ def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:
 
 
 def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
-    """Raise ValueError where no policy knows an option."""
     known = {key: None for name in policies for key in parse(name).options}
     listed, names = ", ".join(known) or "none", ", ".join(map(repr, policies))
     for key in options:

@@ -88,7 +88,6 @@ def server_config(vllm_config: Any) -> KVPolicyConfig | None:
 
 
 def own_config(vllm_config: Any) -> KVPolicyConfig:
-    """Return the policy of an engine that has one."""
     config = server_config(vllm_config)
     if config is None:
         raise ValueError("got a VllmConfig without a policy, expected one with it")

@@ -239,7 +239,6 @@ def own_block_size(vllm_config: Any) -> int:
 
 
 def other_groups(vllm_config: Any) -> OtherGroups:
-    """Return what other layers than full attention hold, from the configuration."""
     scheduler, kinds = vllm_config.scheduler_config, layer_kinds(vllm_config)
     text, cache = vllm_config.model_config.hf_text_config, vllm_config.cache_config
     late_steps, most_each = int(scheduler.async_scheduling or False), None
@@ -448,7 +447,6 @@ def max_blocks_per_request(
 def footprint_of(
     vllm_config: Any, config: KVPolicyConfig, prompt_tokens: int, phase: int = 0
 ) -> Footprint:
-    """Return what a request of an engine holds; see `KVPolicyConfig.footprint`."""
     sizes = own_block_size(vllm_config), query_rows(vllm_config)
     return replace(
         config.footprint(prompt_tokens, *sizes, phase),

@@ -243,12 +243,10 @@ def _is_command(engine_args: Any) -> bool:
 
 
 def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:
-    """Name the class that schedules as vLLM would without it."""
     scheduler.scheduler_cls = classes[bool(scheduler.async_scheduling)]
 
 
 def _choose(engine_args: Any) -> None:
-    """Choose what the user left open and a policy depends on."""
     model, overrides = config_json(engine_args), engine_args.hf_overrides or {}
     if isinstance(overrides, dict) and "architectures" not in overrides:
         missing = missing_architecture(model)
@@ -286,7 +284,6 @@ def _limit_requests(vllm_config: Any) -> None:
 
 
 def _tell_chosen(vllm_config: Any, config: KVPolicyConfig) -> None:
-    """Say what attention and compaction run with."""
     backend = vllm_config.attention_config.backend
     logger.info(
         "KV policy %s: block size %s, attention backend %s",
@@ -311,7 +308,6 @@ def _serve_as_full_attention(vllm_config: Any) -> None:
 
 
 def _tell_evidence() -> None:
-    """Warn where policies start with a vLLM that no test has run with."""
     version = compat.vllm_version()
     if compat.minor_release(version) != compat.TESTED_VLLM:
         evidence = compat.release_of(version).evidence
@@ -319,7 +315,6 @@ def _tell_evidence() -> None:
 
 
 def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
-    """Raise ValueError with every reason at once, if there is any."""
     if reasons:
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         raise ValueError(

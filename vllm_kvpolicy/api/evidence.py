@@ -103,7 +103,6 @@ def tell_untested(vllm_config: Any) -> None:
 
 
 def verified() -> set[str]:
-    """Return the names of features that `verify` has found to work on this device."""
     return set(_read().get(_here(), ()))
 
 

@@ -69,13 +69,14 @@ class _Lists(dict[str, str]):
         )
 
 
+# -- questions that are made of names, and of other questions ----------------------------
+
+
 def all_of(*questions: Question) -> Question:
-    """Return the question whether all hold; each is asked if those before it do."""
     return lambda config: all(question(config) for question in questions)
 
 
 def any_of(*questions: Question) -> Question:
-    """Return the question whether one of them holds."""
     return lambda config: any(question(config) for question in questions)
 
 
@@ -90,43 +91,35 @@ def of_policies(question: Callable[[KVPolicyConfig], object]) -> Question:
 
 
 def has_word_with(attribute: str) -> Question:
-    """Return the question whether one of the server's policies has such a word."""
     return of_policies(lambda server: any(map(attrgetter(attribute), server.words)))
 
 
 def has_part(name: str) -> Question:
-    """Return the question whether one of the server's policies has such a part."""
     part = attrgetter(f"info.{name}")
     return of_policies(lambda server: any(map(part, server.all_resolved)))
 
 
 def on(field: str) -> Question:
-    """Return the question whether a field such as "model_config.use_mla" is set."""
     return attrgetter(field)
 
 
 def off(field: str) -> Question:
-    """Return the question whether a field is not set."""
     return lambda config: not attrgetter(field)(config)
 
 
 def several(name: str) -> Question:
-    """Return the question whether a size of the parallel configuration is above 1."""
     return lambda config: getattr(config.parallel_config, f"{name}_size") > 1
 
 
 def speculates_by(method: str) -> Question:
-    """Return the question whether drafts come from a method of vLLM."""
     return lambda config: getattr(config.speculative_config, "method", None) == method
 
 
 def given(field: str) -> Question:
-    """Return the question whether a field is anything but None."""
     return lambda config: attrgetter(field)(config) is not None
 
 
 def text_has(field: str) -> Question:
-    """Return the question whether the model's own configuration sets a field."""
     return lambda config: _text(config, field)
 
 
@@ -135,7 +128,6 @@ def is_float8(config: Any) -> bool:
 
 
 def is_on_gpu(config: Any) -> bool:
-    """Return whether this machine's platform is not the CPU."""
     return compat.platform_name() != "cpu"
 
 
@@ -190,7 +182,6 @@ def _unlike_drafter(config: Any) -> bool:
 
 
 def _drafts_in_windows(config: Any) -> bool:
-    """Return whether a layer that drafts is of another kind than full attention."""
     drafter = SimpleNamespace(model_config=config.speculative_config.draft_model_config)
     return not set(layer_kinds(drafter)) <= {FULL}
 
@@ -281,7 +272,6 @@ def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
 
 
 def _attends_by_itself(config: Any) -> bool:
-    """Return whether layers are of classes of the model's own."""
     num_sinks = _text(config, "param_sink_number")
     return bool(num_sinks) or _is_one_of(compat.OWN_ATTENTION, config)
 

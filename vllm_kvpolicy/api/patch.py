@@ -105,7 +105,6 @@ def _with_policy(original: Callable) -> Callable:
 
 
 def _wrap_server() -> None:
-    """Wrap what only servers and batches use."""
     _wrap(table.ATTACH_METRICS, _with_counters)
     _wrap(table.GENERATE, _with_early_check)
     _wrap(table.PREPROCESS_CHAT, _with_chat_tokens)

@@ -156,7 +156,6 @@ def drafts_are_taken(answers: Sequence[Answer], grown: Counters) -> Check:
 
 
 def memory_returns(grown: Counters) -> Check:
-    """Judge whether events drop tokens and give superblocks back."""
     names = ("events", "tokens_dropped", "blocks_returned")
     events, dropped, returned = (grown[name] for name in names)
     figures = (
@@ -168,7 +167,6 @@ def memory_returns(grown: Counters) -> Check:
 
 
 def pool_is_free(where: str, held: int) -> Check:
-    """Judge whether all superblocks are free after the last request."""
     name = f"{where}: all superblocks are free at the end"
     return _check(name, held == 0, f"{held} superblocks still held")
 

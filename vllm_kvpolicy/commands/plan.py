@@ -71,7 +71,6 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        """N, tokens per superblock."""
         return own_block_size(self.vllm_config)
 
     @property
@@ -80,12 +79,10 @@ class Engine:
 
     @cached_property
     def others(self) -> OtherGroups:
-        """What layers with a window or a state hold."""
         return other_groups(self.vllm_config)
 
     @property
     def num_layers(self) -> int:
-        """Layers of full attention, which a policy bounds."""
         return full_layers(self.vllm_config)
 
     def beside(self, num_tokens: int) -> tuple[int, float]:
@@ -99,7 +96,6 @@ class Engine:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the server with a policy has an FP8 cache."""
         return self.vllm_config.cache_config.cache_dtype in compat.FLOAT8_CACHES
 
     def superblock_bytes(self, is_fp8: bool) -> int:
@@ -190,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
-    """Return what the command line says of an engine."""
     import torch
     from vllm.config import ParallelConfig
 
@@ -301,7 +296,6 @@ def _stock(engine: Engine) -> Iterator[tuple[str, ...]]:
 
 
 def _whole(engine: Engine) -> list[Life]:
-    """Return the lives of requests that keep all their tokens."""
     ends = ((prompt, prompt + output) for prompt, output in engine.lengths)
     return [
         Life.without_events(prompt, end - 1, engine.block_size, engine.beside(end - 1))
@@ -377,7 +371,6 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
 
 
 def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
-    """Return the columns from the pool on."""
     steps = [life.num_tokens - life.first for life in lives]
     mean = sum(life.mean * num for life, num in zip(lives, steps, strict=True))
     after = [life.after_event for life in lives if life.after_event is not None]

@@ -160,7 +160,6 @@ class Watch:
         return found
 
     def _why(self, error: Refused) -> str:
-        """Return why a server has no live route, and what to do."""
         url = self._client.url
         if error.status == NO_KEY:
             return f"{url} wants another API key: give --api-key or set VLLM_API_KEY"
@@ -174,7 +173,6 @@ class Watch:
         return f"{url} is no server of vLLM with --kv-live: it has no {PATH}"
 
     def _counts(self, engines: Sequence[Mapping[str, Any]]) -> Counts:
-        """Return what is counted, by the name of its rate."""
         found: dict[str, float | None] = {}
         for name, counter in COUNTED.items():
             found[name] = sum(each["counters"].get(counter, 0) for each in engines)
@@ -182,7 +180,6 @@ class Watch:
         return found | {name: _total(metrics, each) for name, each in SERIES.items()}
 
     def _metrics(self) -> str | None:
-        """Return the series of the server; None where it shows none."""
         try:
             return self._client.fetch("/metrics")
         except Refused:

@@ -111,7 +111,6 @@ def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
 
 
 def _notes(event: EventRecord, heads: int) -> dict[str, Sums]:
-    """Measure what the event's notes record."""
     notes = event.notes
     sums: dict[str, Sums] = {
         name: (notes[name].sum(dtype=float), heads)
@@ -374,7 +373,6 @@ def _plot(given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `trace report` or `trace plot`."""
     parser = argparse.ArgumentParser(
         prog="vllm-kvpolicy trace",
         description="Show what the events of a trace kept.",

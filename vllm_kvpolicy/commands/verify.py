@@ -85,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _of_server(given: argparse.Namespace) -> tuple[Lines, Iterator[Check]]:
-    """Return what is said of a server, and its checks."""
     server = Server(given.target, given.api_key)
     lines = [
         ("model", server.model),
@@ -146,7 +145,6 @@ def _of_feature(name: str) -> tuple[Lines, Iterator[Check]]:
 
 
 def _of_machine(config: KVPolicyConfig, dtype: str) -> Lines:
-    """Return what is said of this machine, and of the policy that is checked."""
     name = compat.platform_name()
     numbers = f"budget {config.budget_tokens}, interval {config.interval_tokens}"
     return [

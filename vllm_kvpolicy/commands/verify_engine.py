@@ -169,7 +169,6 @@ class Engine:
         self._engine.wake_up()
 
     def counters(self) -> dict[str, float]:
-        """Return the engine's counters; it has a policy."""
         return self._scheduler.kv_policy_counters.read()
 
     def num_held(self) -> int:
@@ -323,7 +322,6 @@ class Asked:
     def judged(
         self, name: str, found: Sequence[Answer], grown: Values, has_events: bool
     ) -> Check:
-        """Judge whether an engine gives the same."""
         told, right = f"{name} {self.whose}", self.answers
         return judge.same_tokens(
             told, right, found, grown, has_events=has_events, level=self.level

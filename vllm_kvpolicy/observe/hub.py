@@ -40,7 +40,6 @@ class EngineReader:
         self._told: deque[int] = deque(maxlen=256)  # serials told without some rank
 
     def counters(self) -> dict[str, float]:
-        """Return the engine's counters; none before its start."""
         if self._counters is None:
             with suppress(FileNotFoundError, ValueError):
                 self._counters = CounterFile(self.name, create=False)
@@ -156,7 +155,6 @@ class Hub:
         return all(state["fresh"] for state in states)
 
     def state(self) -> dict[str, Any]:
-        """Return the pools and requests of all engines, JSON-able."""
         return {"engines": [self._state(*each) for each in self.readers.items()]}
 
     def _state(self, index: int, reader: EngineReader) -> dict[str, Any]:

@@ -181,7 +181,6 @@ class EngineCounters:
         self.tell_ratio(())
 
     def add(self, **amounts: float) -> None:
-        """Count, by name."""
         self._added.update(amounts)
 
     def set(self, **values: float) -> None:
@@ -210,7 +209,6 @@ class EngineCounters:
         self.tell()
 
     def tell(self) -> None:
-        """Let other processes see all values."""
         for name, amount in self._added.items():
             self.file.add(name, amount)
         self._added.clear()
@@ -323,7 +321,6 @@ class Collector:
         return ()
 
     def collect(self) -> Iterator[Any]:
-        """Yield one metric family per series, as prometheus_client expects."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}

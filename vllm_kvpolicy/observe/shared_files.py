@@ -232,7 +232,6 @@ class Ring(SharedFile):
         return [record for record in found if record is not None], head
 
     def _record(self, number: int) -> dict[str, Any] | None:
-        """Return a record, None where it has been overwritten."""
         row = _TABLE_AT + number % NUM_ROWS * _ROW.size
         found, start, length, check = self._unpack(_ROW, row)
         data = self.read_bytes(_DATA_AT + start % DATA_BYTES, length)

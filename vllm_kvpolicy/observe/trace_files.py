@@ -77,7 +77,6 @@ def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
 
 
 def read_event(path: Path) -> EventRecord:
-    """Read the event in one file."""
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
