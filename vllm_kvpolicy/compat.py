@@ -268,10 +268,7 @@ def serve_latents(vllm_config: Any, engine_args: Any) -> None:
     vLLM takes another one where there is AMX, and with this one it cuts no prompts,
     though that attends to what is cached before a chunk. Events need chunks. Rotations
     are PyTorch's, unless the user asks for vLLM's kernel: it turns such queries by
-    wrong positions.
-
-    Args:
-        engine_args: EngineArgs, of which vLLM has made `vllm_config`; that is changed.
+    wrong positions. `vllm_config` is what vLLM has made of `engine_args`.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 

@@ -332,9 +332,7 @@ class KVPolicyConfig:
     def from_dict(cls, values: Any) -> "KVPolicyConfig":
         """Build a configuration from its plain form; ValueError where it is none.
 
-        Args:
-            values: keys of `VALID_KEYS`; only `policy` is needed. None as a value
-                stands for the default.
+        Its keys are `VALID_KEYS`, of which `policy` is needed; None is the default.
         """
         if not isinstance(values, Mapping):
             expected = f"a mapping with keys {', '.join(VALID_KEYS)}"
@@ -389,7 +387,7 @@ class KVPolicyConfig:
         block_size: int = 1,
         lengths: tuple[int, int] | None = None,
     ) -> "KVPolicyConfig | None":
-        """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
+        """Apply what one request asks for in `vllm_xargs`; None for the full KV cache.
 
         No number is above the server's, which sized its memory for that. Keys that do
         not begin with `kv_` are not looked at.
@@ -398,9 +396,6 @@ class KVPolicyConfig:
             lengths: tokens of the prompt, and of prompt and answer limit, of which a
                 budget may be a share; None where they are not known, for the server's
                 budget.
-
-        Returns:
-            The request's configuration, or None where it asks for the full KV cache.
         """
         asked = request_keys(extra_args)
         check_pin("kv_pin", asked.get("kv_pin", NONE), of_request=True)

@@ -198,11 +198,7 @@ _VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
 
 
 def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keys of a request that are ours.
-
-    Raises:
-        ValueError: a key begins like ours and is unknown, or the server's alone.
-    """
+    """Return the keys of a request that are ours; ValueError for one that seems so."""
     numbers = (f"kv_{key.key}" for key in FLAG_KEYS)
     known = ("kv_policy", "kv_pin", *numbers, *HINT_KEYS)
     asked = {}
@@ -219,11 +215,7 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move what `policy_config` says about the server itself to keys of its own.
-
-    Raises:
-        ValueError: a key is given in both places, or the trace has no folder.
-    """
+    """Move what `policy_config` says about the server itself to keys of its own."""
     moved, options = dict(values), values.get("policy_config")
     if isinstance(options, Mapping):
         for option, key in SERVER_OPTIONS.items():

@@ -17,8 +17,7 @@ class ConfigValues(Mapping[str, Any]):
     leaves out what the compiled model does not depend on, once a worker has told.
 
     Args:
-        values: the plain form of the policy under `CONFIG_KEY`, and what else the user
-            put into `additional_config`; JSON throughout.
+        values: JSON, the plain form of the policy under `CONFIG_KEY`.
         policy: what they say, where somebody has read them already.
     """
 

@@ -62,11 +62,9 @@ class CompactEvent:
 
 @dataclass(frozen=True)
 class WindowCapture:
-    """Save queries of this step's forward pass into a query window.
+    """Save queries of this step's forward pass into a query window, from `first_row`.
 
-    Args:
-        first_token: offset among the request's tokens of this step.
-        first_row: row of the window that the first of them fills.
+    `first_token` is an offset among the request's tokens of this step.
     """
 
     request_id: str

@@ -93,8 +93,7 @@ class OtherGroups:
         """Return the first superblock, counted from 0, that has not been given back.
 
         Args:
-            computed: tokens for which older superblocks have been given back; an
-                integer or an array.
+            computed: for which they have been, an integer or an array.
             step: most tokens that an earlier step computed.
         """
         first = computed - self.late_steps * step - self.window + 1
@@ -103,8 +102,7 @@ class OtherGroups:
     def most_blocks(self, num_tokens: int, step: int | None = None) -> int:
         """Return the most superblocks that a request of `num_tokens` ever holds.
 
-        Args:
-            step: most tokens that it computes in a step; None for what any step may.
+        A step computes at most `step` of them, by default what any step may.
         """
         step = self.step_tokens if step is None else step
         reach = self.window + (self.late_steps + 1) * step
@@ -431,10 +429,8 @@ def max_blocks_per_request(
     """Return the most superblocks that a request with the server's policy may hold.
 
     What vLLM wants free at start-up. A request that takes more, because it pins tokens
-    or asks for another `kv_policy`, is refused where the pool cannot hold it.
-
-    Args:
-        longest: most tokens of a request; None for max_model_len.
+    or asks for another `kv_policy`, is refused where the pool cannot hold it. It is of
+    `longest` tokens, or of max_model_len.
     """
     unpinned = replace(config, pin=NONE, is_checked=True)
     footprint = footprint_of(vllm_config, unpinned, 1)
@@ -458,13 +454,9 @@ def footprint_of(
 def most_blocks(
     vllm_config: Any, config: KVPolicyConfig, prompt_tokens: int, num_tokens: int
 ) -> int:
-    """Return the superblocks that suffice for a request of these lengths.
+    """Return the superblocks that suffice for a request that ends with so many tokens.
 
     Whatever its phase, so that requests of equal lengths get equal answers.
-
-    Args:
-        prompt_tokens: >= 1.
-        num_tokens: of prompt and answer.
     """
     footprint = footprint_of(vllm_config, config, prompt_tokens)
     is_spread = config.spread_events

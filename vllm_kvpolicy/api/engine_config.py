@@ -51,11 +51,7 @@ TABLES_PART = 32  # of a device's memory one such part is for the page lists of 
 
 @contextmanager
 def errors(is_command: bool) -> Iterator[None]:
-    """Answer a wrong command line as argparse does; Python code gets the ValueError.
-
-    Raises:
-        SystemExit: with status 2, in place of a ValueError.
-    """
+    """Answer a wrong command line as argparse does; Python code gets the ValueError."""
     try:
         yield
     except ValueError as error:
@@ -179,11 +175,7 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
 
 
 def refuse_plain(model_config: Any, served: Iterable[str] = ()) -> None:
-    """Raise ValueError for a model that must not be served without an admission.
-
-    Args:
-        served: admissions of the server's policies; none for a plain server.
-    """
+    """Raise ValueError for a model that needs an admission that is not `served`."""
     for word in OWN_MODELS:
         if word not in served:
             models_of(word).refuse_plain(model_config)
@@ -193,10 +185,7 @@ def missing_architecture(config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a model whose config.json leaves it out.
 
     vLLM would take one for the model without its output layer, which cannot generate.
-    None where no admission knows the model.
-
-    Raises:
-        ValueError: a word knows the model but does not support its type.
+    None where no admission knows the model; ValueError for a type that none supports.
     """
     if not config or config.get("architectures"):
         return None

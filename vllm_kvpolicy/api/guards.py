@@ -69,7 +69,7 @@ class _Lists(dict[str, str]):
         )
 
 
-# -- questions that are made of names, and of other questions ----------------------------
+# -- questions that are made of names, and of other questions --------------------------
 
 
 def all_of(*questions: Question) -> Question:
@@ -897,7 +897,6 @@ def machine_refusals() -> list[str]:
 def refusals(vllm_config: Any) -> list[str]:
     """Return every reason why a policy cannot run, each with what to change.
 
-    Args:
-        vllm_config: the finished VllmConfig, before or after our classes are in it.
+    Of a finished VllmConfig, before or after our classes are in it.
     """
     return [f"{row.name}: {row.change}" for row in REFUSALS if row.applies(vllm_config)]

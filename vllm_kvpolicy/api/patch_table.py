@@ -55,8 +55,7 @@ class Patch:
     def declared(self) -> str | None:
         """Return how the installed vLLM declares it, in the form of `signature`.
 
-        Returns:
-            "" for what is no function, None where vLLM has nothing of that name.
+        "" for what is no function, None where vLLM has nothing of that name.
         """
         module, _, path = self.target.partition(":")
         found: Any = read_module(module)

@@ -111,9 +111,7 @@ def check_params(
     Stock vLLM guarantees at start-up that one request of max_model_len fits. With a
     policy the pool may be smaller; a request that outgrows it, because it switches the
     policy off or because much of it is pinned, would wait or restart for ever.
-
-    Args:
-        prompt_tokens: length of the prompt, 0 where it is not known yet.
+    `prompt_tokens` are 0 where they are not known yet.
     """
     longest = vllm_config.model_config.max_model_len
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)

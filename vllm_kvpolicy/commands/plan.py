@@ -403,11 +403,7 @@ def _title(engine: Engine) -> str:
 def _notes(
     engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]], own: int
 ) -> Iterator[str]:
-    """Yield what a server would want besides, a line each.
-
-    Args:
-        own: place of the line of the policy as configured.
-    """
+    """Yield what a server would want besides; the policy's own line is lines[own]."""
     usable = lines[own][3]
     limit = engine.vllm_config.scheduler_config.max_num_seqs
     weights, count = weight_bytes(engine.model), min(int(lines[0][-1]), limit)

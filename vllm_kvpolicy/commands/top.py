@@ -37,12 +37,7 @@ Counts = Mapping[str, float | None]  # by the name of a rate, None where not tol
 
 @dataclass(frozen=True)
 class Sample:
-    """What a server told at one time.
-
-    Args:
-        at: the time here, in seconds.
-        engines: as in the answer of `/kv_policy/requests`.
-    """
+    """What a server told at a time here, in seconds; see `/kv_policy/requests`."""
 
     at: float
     engines: list[dict[str, Any]]
@@ -95,11 +90,7 @@ def _url(text: str) -> str:
 
 
 class Watch:
-    """Looks at a server again and again.
-
-    Attributes:
-        trouble: why the last look found nothing, empty where it found something.
-    """
+    """Looks at a server again and again; `trouble` is why a look found nothing."""
 
     def __init__(self, client: Client) -> None:
         self.trouble = ""

@@ -40,9 +40,8 @@ def make_gemma3(
 ) -> Path:
     """Write a model with sliding windows of 48 tokens.
 
-    Args:
-        pattern: kind of each layer, an index into KINDS. By default two of full
-            attention and five with a window: groups of two layers, one of them padded.
+    The pattern is of indices into KINDS, by default two layers of full attention and
+    five with a window: groups of two layers, one of them padded.
     """
     config = Gemma3TextConfig(
         num_hidden_layers=len(pattern),

@@ -47,9 +47,7 @@ class Sizes:
     """How long the requests are: all grow with the tokens held before an event.
 
     Each has an event: the first within its answer, the others at their prompts' ends.
-
-    Args:
-        held: budget + interval, in tokens.
+    `held` is budget + interval, in tokens.
     """
 
     held: int

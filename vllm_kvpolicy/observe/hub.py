@@ -92,8 +92,7 @@ class EngineReader:
 class Hub:
     """What is known of all engines of this host, as of the last `poll`.
 
-    Args:
-        pool_blocks: of one engine, until it has told.
+    An engine has `pool_blocks` until it has told.
     """
 
     def __init__(self, readers: Mapping[int, EngineReader], pool_blocks: int) -> None:

@@ -195,11 +195,7 @@ class EngineCounters:
         return time.monotonic() >= self._next
 
     def tell_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
-        """Let others see all values, and a new keep ratio.
-
-        Args:
-            held_and_computed: tokens of each live request.
-        """
+        """Let others see all values, and a new ratio, of the live requests' tokens."""
         self._next = time.monotonic() + PERIOD_SECONDS
         held = computed = 0
         for request_held, request_computed in held_and_computed:
@@ -249,10 +245,8 @@ def only_observes(
 class WorkerCounters:
     """Writes what the worker knows: the events that it has carried out.
 
-    The scheduler makes the file after the worker has started, so it is opened late.
-
-    Args:
-        counts: whether this rank does, of those that see the same events.
+    The scheduler makes the file after the worker has started, so it is opened late. Of
+    the ranks that see the same events one `counts`.
     """
 
     def __init__(self, engine: str, block_size: int, counts: bool = True) -> None:

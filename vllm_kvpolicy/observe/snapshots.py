@@ -18,11 +18,9 @@ MOST_TOKENS = 2**16  # of one request whose text is shown
 
 
 class Snapshots:
-    """Writes snapshots into the ring of an engine's scheduler.
+    """Writes snapshots into the ring of an engine's scheduler, with or without text.
 
-    Args:
-        with_text: token ids are told as well.
-        on_off: hears of it where this has failed and tells no more.
+    Where this has failed and tells no more, `on_off` hears of it.
     """
 
     def __init__(

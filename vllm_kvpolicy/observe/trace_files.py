@@ -131,11 +131,7 @@ def run_name(engine: int = 0) -> str:
 
 
 def new_run(folder: Path, name: str | None = None) -> Path:
-    """Create and return the folder of a run.
-
-    Args:
-        name: see `run_name`, and the folder of a rank where there are several.
-    """
+    """Create and return the folder of a run, or of a rank where there are several."""
     run = folder / (name or run_name())
     run.mkdir(parents=True)
     return run
@@ -269,9 +265,6 @@ def wrong_fields(values: Mapping[str, Any], notes: Mapping[str, Any]) -> list[st
 
     Bits that flip are found by the checksums of the archive, but not that a file is of
     somebody else. Policies name files of plots.
-
-    Args:
-        values: every field of `EventRecord` but `notes` and `ranks`, by name.
     """
     shape = np.shape(values["held"])[:2]
 
