@@ -192,27 +192,6 @@ def test_drafts_have_superblocks_up_to_the_longest_request_and_no_further():
     assert footprint.blocks(np.array([29, 46, 48])).tolist() == [2, 3, 3]
 
 
-def test_peak_blocks_far_past_the_point_where_it_settles():
-    rng = random.Random(6)
-    for _ in range(40):
-        block_size = rng.choice((4, 8, 16))
-        recent = rng.randrange(20)
-        case = Case(
-            prompt_len=rng.randint(1, 100),
-            budget=recent + block_size + rng.randrange(60),
-            interval=rng.randint(1, 40),
-            prefill_interval=block_size * rng.randint(1, 4),
-            recent=recent,
-            block_size=block_size,
-        )
-        case = in_some_phase(case, rng)
-        lent = random_lent(rng, case)
-        footprint = footprint_of(case, lent)
-        num_tokens = 100 + 2 * block_size * case.interval + rng.randrange(500)
-        expected = walk_peak(case, num_tokens, repeat(1), lent=lent)
-        assert footprint.peak_blocks(num_tokens) == expected, (case, lent)
-
-
 def test_an_event_holds_the_budget_and_less_than_a_page_more():
     rng = random.Random(7)
     for _ in range(trials(1000)):

@@ -131,24 +131,6 @@ def test_what_is_named_exists(pattern, pages, is_good) -> None:
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize(
-    ("name", "is_good"),
-    [
-        ("vllm_kvpolicy.worker", True),
-        ("vllm_kvpolicy.compat.BLOCK_TOKENS", True),
-        ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.score", True),
-        ("vllm_kvpolicy.policies.score", True),  # found when it is asked for
-        ("vllm_kvpolicy.LLM", True),
-        ("vllm_kvpolicy.policies.scorers.tova:SnapKVScorer", False),
-        ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.novelty", False),
-        ("vllm_kvpolicy.policies.novelty", False),
-        ("vllm_kvpolicy.LLM.novelty", False),
-    ],
-)
-def test_names_are_judged(name: str, is_good: bool) -> None:
-    assert resolves(name) == is_good
-
-
 def test_what_is_named_is_found() -> None:
     text = "see `vllm_kvpolicy.a.b:C`, /x/vllm_kvpolicy.d and vllm_kvpolicy.e.f."
     assert NAME.findall(text) == ["vllm_kvpolicy.a.b:C", "vllm_kvpolicy.e.f"]

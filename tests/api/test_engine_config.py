@@ -123,10 +123,6 @@ def test_gates_that_fit_pass(policy_config, gates):
         ({"window": 64}, "trained with a window of 64 tokens, got --kv-recent 40"),
         ({"sinks": 9}, "trained with 9 sinks, got --kv-sinks 4; set --kv-sinks 9"),
         ({"layers": 3}, "num_layers"),
-        ({"heads": 3}, "num_kv_heads"),
-        ({"channels": 16}, "head_dim"),
-        ({"flavour": "llama"}, "flavour"),
-        ({"rope_theta": 5e5}, "rope_theta"),
     ],
     ids=str,
 )
@@ -137,12 +133,6 @@ def test_gates_of_another_model_are_refused(policy_config, gates, fields, messag
     text = str(error.value)
     assert text.startswith("wgkv_gates: wgkv gates ") and str(path) in text
     assert message in text
-
-
-def test_gates_that_cannot_be_read_are_refused(policy_config, tmp_path):
-    for wrong in (tmp_path / "none.safetensors", tmp_path / "none.pt"):
-        with pytest.raises(ValueError, match=f"^wgkv_gates: wgkv gates {wrong}: got "):
-            check_files(with_gates(wrong), policy_config)
 
 
 def test_a_model_without_rope_parameters_is_another_model(policy_config, gates):

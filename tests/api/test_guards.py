@@ -26,8 +26,6 @@ def policy(name, **values):
     return {"additional_config": {"kv_policy": {"policy": name, **values}}}
 
 
-FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
-SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
 OTHER_DRAFTS = named("draft models")
 EXECUTORS = named("executors other")
 DRAFTER_BESIDE = named("MTP and EAGLE with other")
@@ -52,7 +50,7 @@ SET = object()  # some configuration object, whatever is in it
 FULL, SLIDING = "full_attention", "sliding_attention"
 DRAFTS = {"speculative_config": NGRAM}
 RAGGED = policy("adakv-snapkv")
-FILE = policy("qfilter", **FITTED)
+FILE = policy("qfilter", policy_config={"qfilter_calibration": "a file"})
 
 
 def part(name):
@@ -295,9 +293,6 @@ MORE_TRIGGERS = [
     (LATENT_BESIDE, LATENT | {"lora_config": SET}),
     (LATENT_BESIDE, LATENT | drafter()),
     ("other attention backends", LATENT | attention(backend=TRITON)),
-    (SINK_WEIGHING, GPT_OSS | policy("expected")),
-    (SINK_WEIGHING, GPT_OSS | policy("ams-snapmax")),
-    (SINK_WEIGHING, GPT_OSS | policy("rpc")),
     (OWN, model(architectures=["MiniMaxM3SparseForCausalLM"])),
     (VALUES, mimo_v2(swa_v_head_dim=16)),
     (OTHER_WINDOWS, mimo_v2(sliding_window_size=64)),
@@ -371,24 +366,6 @@ def test_what_only_a_cpu_serves_is_refused_on_gpus(
     monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
     assert refusals(config) == expected(name)
     assert refusals(policy_config) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "is_refused"),
-    [
-        ({"policy": "ams-tova"}, False),
-        ({"policy": "epikv", "allow": ["adakv-snapkv", "local"]}, False),
-        ({"policy": "dms"}, True),
-        ({"policy": "tova", **FITTED, "allow": ["ams-qfilter"]}, True),
-        ({"policy": "tova+quest", "allow": ["kvzap+tova"], **SURROGATE}, True),
-    ],
-)
-def test_other_weights_meet_no_policy_for_the_models_own(
-    policy_config, values, is_refused
-):
-    for feature in ("lora_config", "weight_transfer_config"):
-        changes = {feature: SET, "additional_config": {"kv_policy": values}}
-        assert bool(refusals(Overlay(policy_config, changes))) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -567,14 +544,3 @@ def test_bad_knobs_and_resumable_sessions_are_refused(small_pool):
         check(request(kv_budget=500), small_pool)
     with pytest.raises(ValueError, match="resumable"):
         check(request(resumable=True), small_pool)
-
-
-def test_all_that_does_not_take_learned_sinks_is_told_at_once(policy_config):
-    names = [SINK_WEIGHING, *(name for name in TRIGGERS if "with learned s" in name)]
-    changes = {}
-    for name in names:
-        changes |= TRIGGERS[name]
-    changes |= policy("hard-snapkv")  # weighs itself, with per-head lengths
-    found = refusals(Overlay(policy_config, changes))
-    assert found == [line for name in names for line in expected(name)]
-    assert len(found) == 6

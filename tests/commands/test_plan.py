@@ -135,23 +135,6 @@ def test_what_policies_keep_per_token_comes_off_the_pool(tiny_model, capsys):
     assert lines["h2o", "256", "128"][0] == str(expected)
 
 
-@pytest.mark.parametrize(
-    ("more", "of_page"),
-    [
-        (("--kv-policy", "streaming+quest"), 2 * 32 * 4),  # bounds of keys in float32
-        (("--kv-policy", "dms+streaming"), 4 * N),  # until when a token is seen
-    ],
-)
-def test_what_policies_keep_per_page_comes_off_the_pool(
-    more, of_page, tiny_model, capsys
-):
-    lines = planned(capsys, tiny_model, *more)
-    # In int32 the starts of 4 heads' lists, of 256 requests and one more, and ids.
-    used = 257 * 4 * 5
-    expected = (200 * SUPERBLOCK - used) // (SUPERBLOCK + 4 * (of_page + 4)) - 1
-    assert lines[more[1], "256", "128"][0] == str(expected)
-
-
 def test_requests_of_several_lengths(tiny_model, capsys):
     more = ("--prompt-tokens", "100", "1000", "--output-tokens", "100")
     lines = planned(capsys, tiny_model, *more)

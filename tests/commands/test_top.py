@@ -1,7 +1,6 @@
 """`vllm-kvpolicy top` beside servers that a test plays, and beside the live routes."""
 
 import copy
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -332,26 +331,6 @@ def test_rates_are_means_over_five_looks(clock):
             clock.now += 60 * (look < 2)
     before, after = watch._samples[0], watch._samples[-1]
     assert top.rates(before, after)["events"] == 5 and after.at - before.at == 10
-
-
-def test_ctrl_c_ends_it_quietly():
-    code = (
-        "import signal, sys\n"
-        # A shell's background jobs ignore it, and so would what they start.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from vllm_kvpolicy.__main__ import main\nsys.exit(main())"
-    )
-    with LiveServer([engine_state(["a"])]).serve() as url:
-        words = [sys.executable, "-c", code, "top", "--url", url]
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as run:
-            assert run.stdout is not None and run.stderr is not None
-            first = run.stdout.readline()
-            run.send_signal(signal.SIGINT)
-            rest, told = run.stdout.read(), run.stderr.read()
-    assert first.startswith("server") and "superblocks" in rest
-    assert (run.returncode, told) == (130, "")
 
 
 def test_it_needs_no_vllm():
