@@ -472,7 +472,6 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     """
     block_size = own_block_size(vllm_config)
     max_model_len = vllm_config.model_config.max_model_len
-    sizes = block_size, query_rows(vllm_config)
     beside = other_groups(vllm_config).most_blocks(max_model_len, 1)
     counted = min(config.pins, max_model_len) if isinstance(config.pins, int) else 0
     held = most_blocks(vllm_config, config, max(counted, 1), max_model_len) + beside
@@ -487,7 +486,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"the pool's {num_blocks - 1} blocks"
         )
     first = min(
-        config.footprint(tokens, *sizes, LAST_PHASE).events.next_event(1)
+        footprint_of(vllm_config, config, tokens, LAST_PHASE).events.next_event(1)
         for tokens in (1, max_model_len)
     )
     if first >= max_model_len:
@@ -529,11 +528,10 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     """Return the start-up line about the prefix cache: what is shared, for how long."""
     if not vllm_config.cache_config.enable_prefix_caching:
         return "KV policy prefix cache: off, every request computes its whole prompt"
-    measuring = [each.info for each in config.all_resolved if each.info.measures_tokens]
-    alone = [info.name for info in measuring]
-    sizes = own_block_size(vllm_config), query_rows(vllm_config)
+    infos = (each.info for each in config.all_resolved)
+    alone = [info.name for info in infos if info.measures_tokens]
     longest = vllm_config.model_config.max_model_len
-    first_event = config.footprint(longest, *sizes).events.next_event(1)
+    first_event = footprint_of(vllm_config, config, longest).events.next_event(1)
     most = min(first_event, longest)
     until = "those before their first event"
     if config.events == PRESSURE:
