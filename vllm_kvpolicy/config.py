@@ -48,6 +48,8 @@ PER_REQUEST_OFF = "none"
 class KVPolicyConfig:
     """What a server, or one request, keeps. Tokens are counted per KV head.
 
+    Flags and options are in docs/flags.md; below is what they do not say.
+
     A new object checks every value. `with_request` makes the configuration of a request
     from that of its server, and checks only what the request changes. A wrong value is
     a ValueError that names its key, the value and what is valid.
@@ -61,20 +63,13 @@ class KVPolicyConfig:
             while K counts what is kept behind them: NONE, SYSTEM for those of system
             messages and tools of a chat, PROMPT for all, or how many; None leaves it to
             the policy.
-        allow: further policies that a request may ask for by name.
-        events: ALWAYS for events at positions that follow from the request alone,
-            PRESSURE for events when the pool runs short, and as deep as it needs; by
-            default PRESSURE, and ALWAYS where there is no budget to stop at, or with a
-            `preset`, which stands for a paper's own settings.
+        events: by default PRESSURE, but ALWAYS where there is no budget to stop at, or
+            with a `preset`, which stands for a paper's own settings.
         ceiling_tokens: C, with PRESSURE held right after an event that comes because
             the request holds C + I; None for no such events.
         options: of the policies, as the user gave them; each policy reads its own.
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
-        report_events: each answer says what its events dropped.
-        hints: requests may say which of their tokens stay and which go first.
-        live: the server has routes and a page that show what runs.
-        live_text: they show the text of prompts and answers as well.
     """
 
     policy: str

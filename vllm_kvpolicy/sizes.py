@@ -93,7 +93,7 @@ class OtherGroups:
         """Return the first superblock, counted from 0, that has not been given back.
 
         Args:
-            computed: for which they have been, an integer or an array.
+            computed: tokens for which older ones have been; an integer or an array.
             step: most tokens that an earlier step computed.
         """
         first = computed - self.late_steps * step - self.window + 1
