@@ -169,7 +169,6 @@ def test_who_starts_a_server_removes_its_files(monkeypatch, count, rank, starts,
 @pytest.mark.parametrize(
     ("major", "dtype", "has_flash", "expected"),
     [
-        (9, "auto", True, "FLASH_ATTN"),
         (8, "bfloat16", True, "FLASH_ATTN"),
         (9, "float32", True, "TRITON_ATTN"),
         (9, "auto", False, "TRITON_ATTN"),
@@ -248,7 +247,6 @@ def test_gpus_have_room_for_lists_of_each_head(monkeypatch, policy, may_limit):
 @pytest.mark.parametrize(
     ("major", "model", "cache_dtype", "expected"),
     [
-        (9, {}, "auto", "FLASH_ATTN"),
         (9, {}, "fp8", "TRITON_ATTN"),
         (9, {"model_type": "gpt_oss"}, "auto", "FLASH_ATTN"),
         (8, {"model_type": "gpt_oss"}, "auto", "TRITON_ATTN"),

@@ -81,11 +81,6 @@ def test_a_wheel_as_it_should_be_passes(wheel, capsys):
             with_file(f"{INFO}/METADATA", f"Version: {VERSION}", "Version: 9.9"),
             f"is vllm-kvpolicy 9.9, CHANGELOG.md has vllm-kvpolicy {VERSION}",
         ),
-        (
-            "metadata",
-            with_file(f"{INFO}/METADATA", f"Version: {VERSION}", "Version: x y"),
-            "metadata: 'x y' is invalid for 'version'",
-        ),
         ("metadata", without(f"{INFO}/METADATA"), "metadata: "),
         (
             "metadata",
@@ -98,17 +93,8 @@ def test_a_wheel_as_it_should_be_passes(wheel, capsys):
             "does not name its license files",
         ),
         ("content", without(release.CPU_LIBRARY), f"{release.CPU_LIBRARY} is missing"),
-        (
-            "content",
-            without("vllm_kvpolicy/observe/page.html"),
-            "vllm_kvpolicy/observe/page.html is missing",
-        ),
         ("content", beside("tests/test_a.py"), "tests/test_a.py has no place in it"),
-        (
-            "content",
-            beside("vllm_kvpolicy/old.py"),
-            "vllm_kvpolicy/old.py has no place in it",
-        ),
+        ("content", beside("vllm_kvpolicy/x.py"), "vllm_kvpolicy/x.py has no place in"),
         (
             "content",
             with_file("vllm_kvpolicy/plugin.py", "import", "import "),
