@@ -86,14 +86,13 @@ def prepare(engine_args: Any) -> KVPolicyConfig | None:
     with errors(_is_command(engine_args)):
         under = cli.from_environment(compat.policy_variables())
         additional = cli.merge(engine_args.additional_config, {}, under)
-    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
-    if values is None:
-        if under:
-            given = compat.policy_variables().items()
-            said = ", ".join(k for k, text in given if text and k in cli.VARIABLES)
-            logger.warning("%s: without a policy this changes nothing", said)
-        return None
-    with errors(_is_command(engine_args)):
+        values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+        if values is None:
+            if under:
+                given = compat.policy_variables().items()
+                said = ", ".join(k for k, text in given if text and k in cli.VARIABLES)
+                logger.warning("%s: without a policy this changes nothing", said)
+            return None
         _check_name(additional)
         config = KVPolicyConfig.from_dict(values)
         # Other refusals read a VllmConfig that only a known version is sure to have.

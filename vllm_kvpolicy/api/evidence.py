@@ -14,21 +14,7 @@ from typing import Any
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api.guards import (
-    Question,
-    has_adapters,
-    has_latents,
-    has_sinks,
-    has_states,
-    has_two_sizes,
-    is_float8,
-    is_on_gpu,
-    mixes_windows,
-    several,
-    sleeps,
-    speculates_by,
-    uses_flashinfer,
-)
+from vllm_kvpolicy.api import guards
 
 logger = init_logger("vllm.kv_policy")
 FILE = "verified.json"
@@ -46,7 +32,7 @@ class Feature:
 
     name: str
     what: str
-    applies: Question
+    applies: guards.Question
     has_trial: bool = True
 
 
@@ -56,29 +42,36 @@ FEATURES = (
         "GPUs other than NVIDIA's Hopper (compute capability 9.0)",
         lambda config: compat.gpu_capability() != (9, 0),
     ),
-    Feature("fp8", "FP8 KV caches", is_float8),
+    Feature("fp8", "FP8 KV caches", guards.is_float8),
     Feature(
         "windows",
         "sliding-window layers",
-        lambda config: mixes_windows(config) and not has_two_sizes(config),
+        guards.all_of(guards.mixes_windows, lambda c: not guards.has_two_sizes(c)),
     ),
-    Feature("heads", "heads of two sizes (Gemma 4)", has_two_sizes),
-    Feature("sinks", "learned sinks", has_sinks),
-    Feature("states", "layers with a state (Mamba, gated delta nets)", has_states),
-    Feature("latents", "latent vectors (MLA)", has_latents),
-    Feature("ngram", "n-gram speculation", speculates_by("ngram")),
-    Feature("suffix", "speculation by suffix trees", speculates_by("suffix")),
-    Feature("flashinfer", "FlashInfer", uses_flashinfer),
-    Feature("sleep", "sleep mode", sleeps),
-    Feature("lora", "LoRA adapters", has_adapters, has_trial=False),
-    Feature("ranks", "tensor parallelism", several("tensor_parallel"), has_trial=False),
+    Feature("heads", "heads of two sizes (Gemma 4)", guards.has_two_sizes),
+    Feature("sinks", "learned sinks", guards.has_sinks),
+    Feature(
+        "states", "layers with a state (Mamba, gated delta nets)", guards.has_states
+    ),
+    Feature("latents", "latent vectors (MLA)", guards.has_latents),
+    Feature("ngram", "n-gram speculation", guards.speculates_by("ngram")),
+    Feature("suffix", "speculation by suffix trees", guards.speculates_by("suffix")),
+    Feature("flashinfer", "FlashInfer", guards.uses_flashinfer),
+    Feature("sleep", "sleep mode", guards.sleeps),
+    Feature("lora", "LoRA adapters", guards.has_adapters, has_trial=False),
+    Feature(
+        "ranks",
+        "tensor parallelism",
+        guards.several("tensor_parallel"),
+        has_trial=False,
+    ),
 )
 """What no run on a GPU has shown, or one check in float32 alone; CPUs are tested."""
 
 
 def untested(vllm_config: Any) -> list[Feature]:
     """Return what a server uses and nobody has seen to work on this device."""
-    if not is_on_gpu(vllm_config):
+    if not guards.is_on_gpu(vllm_config):
         return []
     passed = verified()
     return [

@@ -9,7 +9,7 @@ from operator import or_
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvpolicy import compat
+from vllm_kvpolicy import compat, sizes
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
 from vllm_kvpolicy.commands.capacity import Life, most_at_once
@@ -21,21 +21,6 @@ from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.compose import assemble
-from vllm_kvpolicy.sizes import (
-    FULL,
-    SLIDING,
-    STATE,
-    OtherGroups,
-    full_layers,
-    has_other_values,
-    kv_heads,
-    layer_kinds,
-    max_blocks_per_request,
-    other_groups,
-    own_block_size,
-    query_rows,
-    worded_budget,
-)
 from vllm_kvpolicy.worker.setup import SideTables
 
 # -- the command ---------------------------------------------------------------
@@ -71,19 +56,19 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        return own_block_size(self.vllm_config)
+        return sizes.own_block_size(self.vllm_config)
 
     @property
     def model(self) -> Any:
         return self.vllm_config.model_config
 
     @cached_property
-    def others(self) -> OtherGroups:
-        return other_groups(self.vllm_config)
+    def others(self) -> sizes.OtherGroups:
+        return sizes.other_groups(self.vllm_config)
 
     @property
     def num_layers(self) -> int:
-        return full_layers(self.vllm_config)
+        return sizes.full_layers(self.vllm_config)
 
     def beside(self, num_tokens: int) -> tuple[int, float]:
         """Return what a request holds in their groups, at most and on the average."""
@@ -92,7 +77,7 @@ class Engine:
 
     @cached_property
     def kv_heads(self) -> tuple[int, int]:
-        return kv_heads(self.vllm_config)
+        return sizes.kv_heads(self.vllm_config)
 
     @property
     def is_fp8(self) -> bool:
@@ -132,14 +117,15 @@ def main(words: list[str]) -> None:
         )
     if config.budget_word:
         blocks = _pool_blocks(engine, config)
-        config = config.with_budget(worded_budget(engine.vllm_config, config, blocks))
+        tokens = sizes.worded_budget(engine.vllm_config, config, blocks)
+        config = config.with_budget(tokens)
     config.validate_block_size(engine.block_size)
     stock = [*_stock(engine)]
     lines = [*stock, *_policies(engine, config)]
     print(_title(engine))
     print(table([HEAD, *lines]))
-    sizes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
-    print(LEGEND.format(engine.block_size, *sizes))
+    nbytes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
+    print(LEGEND.format(engine.block_size, *nbytes))
     for note in _notes(engine, config, lines, len(stock)):
         print(note)
 
@@ -269,11 +255,12 @@ def _model(args: argparse.Namespace) -> Any:
             f"cannot read the configuration of {args.model!r}: {reason[:300]}"
         ) from None
     config = SimpleNamespace(model_config=model)
-    kinds = set(layer_kinds(config))
-    odd = model.is_attention_free or bool(kinds and FULL not in kinds)
+    kinds = set(sizes.layer_kinds(config))
+    odd = model.is_attention_free or bool(kinds and sizes.FULL not in kinds)
     sparse = hasattr(model.hf_text_config, "index_topk")
-    odd |= (model.use_mla and (sparse or model.is_hybrid)) or has_other_values(config)
-    if odd or kinds - {FULL, SLIDING, STATE} or model.is_hybrid > (STATE in kinds):
+    odd |= model.use_mla and (sparse or model.is_hybrid)
+    odd |= sizes.has_other_values(config) or model.is_hybrid > (sizes.STATE in kinds)
+    if odd or kinds - {sizes.FULL, sizes.SLIDING, sizes.STATE}:
         raise ValueError(
             f"{args.model}: what its layers hold is not known to this command, only "
             "that of full attention beside sliding windows or states"
@@ -325,11 +312,11 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
 
 def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint:
     """Return when a request has events: at its floor as often as they can be called."""
-    sizes = engine.block_size, query_rows(engine.vllm_config)
+    block_size, rows = engine.block_size, sizes.query_rows(engine.vllm_config)
     prompt = whole.footprint.events.prompt_len
     lengths = prompt, whole.num_tokens + 1
-    config = config.with_request(None, sizes[0], lengths) or config
-    footprint = config.footprint(prompt, *sizes)
+    config = config.with_request(None, block_size, lengths) or config
+    footprint = config.footprint(prompt, block_size, rows)
     if config.events != PRESSURE:
         return footprint
     plan = RequestPlan(config.policy, footprint, config.sink_tokens, is_called=True)
@@ -436,7 +423,7 @@ def _notes(
         )
     if max(int(line[-1]) for line in lines) > limit:
         yield f"More than {limit} at once need a higher --max-num-seqs."
-    least = max_blocks_per_request(engine.vllm_config, config)
+    least = sizes.max_blocks_per_request(engine.vllm_config, config)
     least += engine.others.most_blocks(engine.model.max_model_len)
     if least > int(usable):
         yield (

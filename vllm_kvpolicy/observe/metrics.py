@@ -14,7 +14,7 @@ from functools import cached_property, partial, wraps
 from pathlib import Path
 from struct import Struct
 from threading import Lock
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from vllm_kvpolicy.observe.shared_files import (
     COUNTERS,
@@ -25,8 +25,7 @@ from vllm_kvpolicy.observe.shared_files import (
 from vllm_kvpolicy.protocol import CompactEvent
 
 logger = logging.getLogger("vllm.kv_policy")  # without importing vLLM
-P = ParamSpec("P")
-Observer = TypeVar("Observer")
+Method = TypeVar("Method", bound=Callable[..., None])
 
 # What only observes, as `kvpolicy_observers_off` calls it.
 TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
@@ -217,9 +216,7 @@ class EngineCounters:
         return self.file.read()
 
 
-def only_observes(
-    method: Callable[Concatenate[Observer, P], None],
-) -> Callable[Concatenate[Observer, P], None]:
+def only_observes(method: Method) -> Method:
     """Return a method whose errors do not reach its caller, so that serving goes on.
 
     The first one is logged and told to the object's `on_off`, where it has one; from
@@ -227,7 +224,7 @@ def only_observes(
     """
 
     @wraps(method)
-    def guarded(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self, "is_off", False):
             return
         try:
@@ -239,7 +236,7 @@ def only_observes(
             if hasattr(self, "on_off"):
                 self.on_off()
 
-    return guarded
+    return cast(Method, guarded)
 
 
 class WorkerCounters:
