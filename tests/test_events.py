@@ -13,12 +13,7 @@ import pytest
 
 from support.event_oracle import Case, walk_events, walk_peak
 from support.sweeps import trials
-from vllm_kvpolicy.events import (
-    LAST_PHASE,
-    EventPlan,
-    Footprint,
-    request_phase,
-)
+from vllm_kvpolicy.events import LAST_PHASE, EventPlan, Footprint, request_phase
 
 # name, prompt length, K, I, prefill interval, first event positions.
 # Only events at which the rule of the design says "held" are listed, by hand:

@@ -15,14 +15,7 @@ from typing import Any
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import (
-    chats,
-    cli,
-    engine_config,
-    engines,
-    live,
-    request_guards,
-)
+from vllm_kvpolicy.api import chats, cli, engine_config, engines, live, request_guards
 from vllm_kvpolicy.api import patch_table as table
 from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.observe.metrics import exposition, register

@@ -15,12 +15,7 @@ from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig
 from vllm_kvpolicy.config_keys import NONE, PROMPT, SYSTEM, request_keys, wrong
 from vllm_kvpolicy.config_values import server_config
-from vllm_kvpolicy.sizes import (
-    check_drafts,
-    most_blocks,
-    other_groups,
-    own_block_size,
-)
+from vllm_kvpolicy.sizes import check_drafts, most_blocks, other_groups, own_block_size
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
