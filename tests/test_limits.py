@@ -10,14 +10,13 @@ from vllm.v1.core.kv_cache_utils import estimate_max_model_len
 from vllm_kvpolicy.block_manager.manager import KVPolicySpec
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.sizes import (
-    auto_budget,
     capacity_line,
     max_blocks_per_request,
     max_global_blocks,
     most_blocks,
-    most_of_share,
     planner_limits,
     sharing_line,
+    worded_budget,
 )
 
 LONGEST, SIZE = 131072, 32
@@ -51,7 +50,7 @@ def engine_with(**parts: dict[str, object]) -> SimpleNamespace:
     return SimpleNamespace(**vars(ENGINE) | changed)
 
 
-def test_what_is_pinned_leaves_the_bounds_alone() -> None:
+def test_what_is_pinned_leaves_the_bounds_alone():
     """A request that pins more than the pool can hold is refused when it comes."""
     alone = KVPolicyConfig("tova", events="always")
     pinning = replace(alone, pin="prompt")
@@ -70,9 +69,7 @@ def test_what_is_pinned_leaves_the_bounds_alone() -> None:
         KVPolicyConfig("quest"),
     ],
 )
-def test_a_server_that_keeps_all_states_the_whole_length(
-    config: KVPolicyConfig,
-) -> None:
+def test_a_server_that_keeps_all_states_the_whole_length(config):
     window_blocks = -(-config.resolved().window_tokens * 4 // (2 * SIZE))
     assert max_blocks_per_request(ENGINE, config) == WHOLE + window_blocks
 
@@ -80,9 +77,7 @@ def test_a_server_that_keeps_all_states_the_whole_length(
 @pytest.mark.parametrize(
     ("num_blocks", "longest"), [(0, 0), (36, 1152), (195, LONGEST)]
 )
-def test_vllm_finds_the_longest_request_that_fits(
-    num_blocks: int, longest: int
-) -> None:
+def test_vllm_finds_the_longest_request_that_fits(num_blocks, longest):
     """As it does for `--max-model-len auto`; 195 superblocks do for every length."""
     spec = KVPolicySpec(
         block_size=SIZE, num_kv_heads=8, head_size=32, dtype=torch.float32
@@ -94,7 +89,7 @@ def test_vllm_finds_the_longest_request_that_fits(
     assert ENGINE.model_config.max_model_len == LONGEST
 
 
-def test_a_query_window_counts_as_superblocks_of_the_request() -> None:
+def test_a_query_window_counts_as_superblocks_of_the_request():
     """32 queries of 4 query heads per KV head take as much as 64 tokens."""
     bounds = [
         max_blocks_per_request(ENGINE, KVPolicyConfig(name))
@@ -104,7 +99,7 @@ def test_a_query_window_counts_as_superblocks_of_the_request() -> None:
     assert bounds[1] == bounds[0] + 2
 
 
-def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget() -> None:
+def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget():
     gates = KVPolicyConfig("wgkv", recent_tokens=64, options={"wgkv_gates": "file"})
     line = capacity_line(ENGINE, gates, 9000)
     assert "wgkv: no budget" in line and "newest 64 tokens" in line
@@ -116,7 +111,7 @@ def test_the_line_of_a_selection_or_an_admission_alone_speaks_of_no_budget() -> 
     assert "snapkv+quest: budget 2048 tokens per KV head" in both
 
 
-def test_the_users_word_counts_more_than_the_policys() -> None:
+def test_the_users_word_counts_more_than_the_policys():
     values = {"events": "always", "budget_tokens": 512}
     for config, pinned in (
         (KVPolicyConfig("epikv", **values), 1000),
@@ -144,21 +139,19 @@ def test_the_users_word_counts_more_than_the_policys() -> None:
         (KVPolicyConfig("tova", events="always", pin="prompt"), LONGEST),
     ],
 )
-def test_the_line_about_the_prefix_cache_says_how_much_is_shared(
-    config: KVPolicyConfig, shared: int
-) -> None:
+def test_the_line_about_the_prefix_cache_says_how_much_is_shared(config, shared):
     line = sharing_line(ENGINE, config)
     assert f"share up to {shared} prompt tokens" in line and "epikv" not in line
 
 
-def test_the_line_about_the_prefix_cache_names_who_takes_nothing() -> None:
+def test_the_line_about_the_prefix_cache_names_who_takes_nothing():
     line = sharing_line(ENGINE, KVPolicyConfig("tova", allow=("epikv",)))
     assert line.endswith("requests of epikv fill it but take nothing from it")
     uncached = engine_with(cache_config={"enable_prefix_caching": False})
     assert sharing_line(uncached, KVPolicyConfig("tova")).endswith("its whole prompt")
 
 
-def test_a_budget_that_nothing_reaches_is_said() -> None:
+def test_a_budget_that_nothing_reaches_is_said():
     short = engine_with(model_config={"max_model_len": 2048})
     line = capacity_line(short, KVPolicyConfig("tova", events="always"), 9000)
     assert line.endswith("ever drops any, lower --kv-budget")
@@ -176,11 +169,13 @@ AUTO = KVPolicyConfig.from_dict(
 )
 
 
-def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
+def test_a_share_of_each_request_is_bounded_by_that_of_the_longest():
     quarter = KVPolicyConfig.from_dict({"policy": "tova", "budget": "25%"})
-    assert most_of_share(ENGINE, quarter, 0.25) == LONGEST // 4
-    assert most_of_share(ENGINE, quarter, 1e-4) == 4 + 32 + SIZE
-    assert most_of_share(ENGINE, replace(quarter, ceiling_tokens=500), 0.25) == 500
+    assert worded_budget(ENGINE, quarter, None) == LONGEST // 4
+    small = replace(quarter, budget_word="0.01%")
+    assert worded_budget(ENGINE, small, None) == 4 + 32 + SIZE
+    low = replace(quarter, ceiling_tokens=500)
+    assert worded_budget(ENGINE, low, None) == 500
     known = quarter.with_budget(LONGEST // 4)
     said = capacity_line(ENGINE, known, 3201)
     assert f"none below 25% of each request, at most {LONGEST // 4} tokens per" in said
@@ -189,56 +184,54 @@ def test_a_share_of_each_request_is_bounded_by_that_of_the_longest() -> None:
     assert planner_limits(wide, known).events_per_step == 16384 // (4 + 32 + SIZE + 512)
 
 
-def test_the_pools_share_by_hand() -> None:
+def test_the_pools_share_by_hand():
     # 200 superblocks each. One is the query window's, one for rounding; 198 of 32
     # tokens, less 512 of growth, are 5,824, a multiple of 64.
-    assert auto_budget(ENGINE, AUTO, 16 * 200 + 1) == 5824
-    assert auto_budget(ENGINE, AUTO, 16 * 200) == 5760  # vLLM's null block is one
-    assert auto_budget(ENGINE, AUTO, 16 * WHOLE) < LONGEST
-    assert auto_budget(ENGINE, AUTO, 16 * WHOLE + 1) == LONGEST  # nobody is ever cut
+    assert worded_budget(ENGINE, AUTO, 16 * 200 + 1) == 5824
+    assert worded_budget(ENGINE, AUTO, 16 * 200) == 5760  # vLLM's null block is one
+    assert worded_budget(ENGINE, AUTO, 16 * WHOLE) < LONGEST
+    assert worded_budget(ENGINE, AUTO, 16 * WHOLE + 1) == LONGEST  # nobody is ever cut
     # Too little for all, or not known yet.
-    assert auto_budget(ENGINE, AUTO, 400) == auto_budget(ENGINE, AUTO, None) == 256
+    assert worded_budget(ENGINE, AUTO, 400) == worded_budget(ENGINE, AUTO, None) == 256
     low = replace(AUTO, ceiling_tokens=1000)
-    assert auto_budget(ENGINE, low, 16 * 200 + 1) == 1000
-    assert auto_budget(ENGINE, low, 16 * WHOLE + 1) == 1000
+    assert worded_budget(ENGINE, low, 16 * 200 + 1) == 1000
+    assert worded_budget(ENGINE, low, 16 * WHOLE + 1) == 1000
 
 
-def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept() -> None:
+def test_the_pools_share_leaves_room_for_windows_and_what_is_always_kept():
     wide = replace(AUTO, allow=("snapmax",))  # 256 queries: 16 superblocks, not 1
-    assert auto_budget(ENGINE, wide, 16 * 200 + 1) == 5824 - 15 * SIZE - 32
+    assert worded_budget(ENGINE, wide, 16 * 200 + 1) == 5824 - 15 * SIZE - 32
     recent = replace(AUTO, recent_tokens=300)
-    assert auto_budget(ENGINE, recent, None) == 384  # 4 + 300 + 32 and up
+    assert worded_budget(ENGINE, recent, None) == 384  # 4 + 300 + 32 and up
     recent.with_budget(384).validate_block_size(SIZE)
     short = engine_with(model_config={"max_model_len": 100})
-    assert auto_budget(short, AUTO, None) == 100
+    assert worded_budget(short, AUTO, None) == 100
 
 
 @pytest.mark.parametrize("share", [60, 61, 97, 250, 1001])
 @pytest.mark.parametrize("interval", [64, 100, 512])
 @pytest.mark.parametrize("policy", ["tova", "snapkv", "expected"])
-def test_as_many_as_may_run_fit_with_the_pools_share(
-    share: int, interval: int, policy: str
-) -> None:
+def test_as_many_as_may_run_fit_with_the_pools_share(share, interval, policy):
     interval = max(interval, 128 if policy == "expected" else 0)
     config = replace(AUTO, policy=policy, interval_tokens=interval)
-    budget = auto_budget(ENGINE, config, 16 * share + 1)
+    budget = worded_budget(ENGINE, config, 16 * share + 1)
     assert budget % 64 == 0 and budget > 256
     more = config.with_budget(budget + 2 * 64)
     assert most_blocks(ENGINE, config.with_budget(budget), 1, LONGEST) <= share
     assert most_blocks(ENGINE, more, 1, LONGEST) > share
 
 
-def test_the_pools_share_of_one_leaves_room_for_long_prompts() -> None:
+def test_the_pools_share_of_one_leaves_room_for_long_prompts():
     """Their first event is the first multiple of 4,096 tokens above the budget."""
     alone = engine_with(scheduler_config={"max_num_seqs": 1})
     for num_blocks in (300, 400, 600, 900):
-        config = AUTO.with_budget(auto_budget(alone, AUTO, num_blocks))
+        config = AUTO.with_budget(worded_budget(alone, AUTO, num_blocks))
         assert max_blocks_per_request(alone, config) < num_blocks
         assert config.budget_tokens > 256
 
 
-def test_the_lines_of_events_on_call_say_who_is_cut() -> None:
-    config = replace(AUTO, is_auto=False).with_budget(1024)
+def test_the_lines_of_events_on_call_say_who_is_cut():
+    config = replace(AUTO, budget_word=None).with_budget(1024)
     line = capacity_line(ENGINE, config, 16 * 200 + 1)
     held = most_blocks(ENGINE, config, 1, LONGEST)
     assert "none below 1024 tokens per KV head; the pool of 3200 blocks" in line

@@ -127,15 +127,3 @@ def test_the_walk_has_an_event(walk: Walk) -> None:
 
 def test_what_is_unnamed_is_passed(walk: Walk) -> None:
     assert UNNAMED.keys() <= {*walk.start, *walk.serve}
-
-
-def test_a_file_that_is_left_out_is_found(walk: Walk) -> None:
-    for what, names in main_path().items():
-        for name in names:
-            rest = {**main_path(), what: [other for other in names if other != name]}
-            steps = [step for step in main_steps(walk) if is_in(step, name)]
-            found = problems(rest, walk)
-            others = [other for line in rest.values() for other in line]
-            is_named_twice = any(is_in(name, other) for other in others)
-            expected = [] if is_named_twice else [f"leaves out {s}" for s in steps]
-            assert found == expected

@@ -2,14 +2,14 @@
 
 import ast
 import re
-import subprocess
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from support.checkout import ROOT, tracked
+
 FIRST_PARTY = ("vllm_kvpolicy", "benchmarks", "reasoner", "tools", "training")
 # "vllm_kvpolicy.a.b", "vllm_kvpolicy.a.b.Class" and "vllm_kvpolicy.a.b:Class".
 NAME = re.compile(r"(?<![\w./])vllm_kvpolicy(?:\.[a-zA-Z_]\w*)+(?::\w+)?")
@@ -28,18 +28,6 @@ SOURCES += ("setup.py",)
 MADE = re.compile(
     r"vllm_kvpolicy\._C(?:_cpu)?$|.*[./](?:(?:test_)?vnorm|shortkeys)\b|benchmarks/results/gpu/"
 )
-
-
-def tracked(patterns: tuple[str, ...]) -> list[Path]:
-    """Return the files of the checkout that match, those not yet added included."""
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    answer = subprocess.run(
-        [*command, "--", *patterns], cwd=ROOT, capture_output=True, text=True
-    )
-    if answer.returncode:
-        pytest.skip("not a git checkout")
-    paths = [ROOT / name for name in answer.stdout.split("\0") if name]
-    return [path for path in paths if path.is_file()]
 
 
 def strings_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -105,7 +93,7 @@ def found_in(
     pattern: re.Pattern[str], patterns: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
     """Yield (place, what) for each match in the strings and pages of the checkout."""
-    for path in tracked(patterns):
+    for path in tracked(*patterns):
         for line, text in strings_of(path):
             for match in pattern.finditer(text):
                 what = match[match.lastindex or 0]
@@ -141,27 +129,6 @@ def missing(
 def test_what_is_named_exists(pattern, pages, is_good) -> None:
     found = missing(pattern, pages, is_good)
     assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize(
-    ("name", "is_good"),
-    [
-        ("vllm_kvpolicy.worker.runtime", True),
-        ("vllm_kvpolicy.worker", True),
-        ("vllm_kvpolicy.compat.BLOCK_TOKENS", True),
-        ("vllm_kvpolicy.policies.scorers.tova:TovaScorer", True),
-        ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.score", True),
-        ("vllm_kvpolicy.policies.score", True),  # found when it is asked for
-        ("vllm_kvpolicy.LLM", True),
-        ("vllm_kvpolicy.attention.folding", False),
-        ("vllm_kvpolicy.policies.scorers.tova:SnapKVScorer", False),
-        ("vllm_kvpolicy.policies.scorers.tova.TovaScorer.novelty", False),
-        ("vllm_kvpolicy.policies.novelty", False),
-        ("vllm_kvpolicy.LLM.novelty", False),
-    ],
-)
-def test_names_are_judged(name: str, is_good: bool) -> None:
-    assert resolves(name) == is_good
 
 
 def test_what_is_named_is_found() -> None:

@@ -65,8 +65,7 @@ def run(
 ) -> int:
     """Run the subcommand that the first word names, and return its exit status.
 
-    Args:
-        package: has the modules of the subcommands; lies beside this one.
+    Its module is in `package`, which lies beside this one.
     """
     parser = argparse.ArgumentParser(
         prog=program,
@@ -96,10 +95,9 @@ def run(
 
 
 def _in_a_line(error: Exception, homes: Sequence[Path]) -> str:
-    """Return what an error says; with its place where no check of ours worded it.
+    """Return what an error says, with its place where it may be a fault of ours.
 
-    Such an error may be a fault of ours, found after hours. Errors of the system name
-    their file.
+    Such is what no check of ours worded; errors of the system name their file.
     """
     reason = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)

@@ -142,7 +142,6 @@ def missing_vllm() -> str | None:
 
 
 def wants_traceback() -> bool:
-    """Return whether a command that fails shows where, by KVPOLICY_TRACEBACK."""
     return os.environ.get(TRACEBACK_VARIABLE) == "1"
 
 
@@ -153,11 +152,7 @@ def vllm_version() -> str:
 
 
 def supports(version: str) -> bool:
-    """Tell whether policies start with vLLM `version`.
-
-    A release candidate or a development version may have anything: what was tested or
-    compared are releases.
-    """
+    """Tell whether policies start with vLLM `version`: only releases were compared."""
     return minor_release(version) in RELEASES and bool(FINAL.fullmatch(version))
 
 
@@ -220,7 +215,6 @@ def device_memory() -> int:
 
 
 def device_name() -> str:
-    """Return the name of this machine's device, as its driver tells it."""
     from vllm.platforms import current_platform
 
     return str(current_platform.get_device_name())
@@ -255,15 +249,10 @@ def align_states(vllm_config: Any) -> None:
 
 
 def caches_latents(model: Mapping[str, Any]) -> bool:
-    """Return whether vLLM will cache latent vectors (MLA) of a model.
-
-    Args:
-        model: its config.json.
-    """
+    """Return whether vLLM will cache latent vectors (MLA) of a model's config.json."""
     text = model.get("text_config") or model.get("language_config") or model
-    is_expanded = text.get("model_type") in EXPANDED or environment_flag(
-        "VLLM_MLA_DISABLE"
-    )
+    is_off = environment_flag("VLLM_MLA_DISABLE")
+    is_expanded = is_off or text.get("model_type") in EXPANDED
     return bool(text.get("kv_lora_rank")) and not is_expanded
 
 
@@ -273,22 +262,13 @@ def block_tokens(model_config: Any) -> int:
     return LATENT_TOKENS if is_latent else BLOCK_TOKENS.get(platform_name(), 16)
 
 
-def served_backends(vllm_config: Any) -> set[str]:
-    """Return the names of vLLM's attention backends that a policy serves a model by."""
-    is_latent = vllm_config.model_config.use_mla
-    return set(LATENT_BACKENDS if is_latent else ATTENTION_BACKENDS)
-
-
 def serve_latents(vllm_config: Any, engine_args: Any) -> None:
     """Have a CPU serve latent vectors (MLA) by vLLM's attention for any CPU, in chunks.
 
     vLLM takes another one where there is AMX, and with this one it cuts no prompts,
     though that attends to what is cached before a chunk. Events need chunks. Rotations
     are PyTorch's, unless the user asks for vLLM's kernel: it turns such queries by
-    wrong positions.
-
-    Args:
-        engine_args: EngineArgs, of which vLLM has made `vllm_config`; that is changed.
+    wrong positions. `vllm_config` is what vLLM has made of `engine_args`.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -316,11 +296,7 @@ def cuda_attention_backend(
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
     numbers, where vLLM has them; else Triton. Of these it alone reads FP8 caches with
     queries that are not FP8 and heads of more than 256 channels (Gemma 4), and
-    FlashAttention 2 knows no learned sinks.
-
-    Args:
-        model: its config.json.
-        dtype, cache_dtype: as on the command line.
+    FlashAttention 2 knows no learned sinks. `model` is its config.json.
     """
     major = (gpu_capability() or (0, 0))[0]
     text = model.get("text_config") or model
@@ -354,7 +330,6 @@ def is_first_process(engine_args: Any) -> bool:
 
 
 def policy_variables() -> dict[str, str]:
-    """Return the variables of the environment that may be flags of ours."""
     return {k: text for k, text in os.environ.items() if k.startswith("VLLM_KV_")}
 
 
@@ -373,12 +348,10 @@ def environment_flag(name: str) -> bool:
 
 
 def api_key() -> str | None:
-    """Return vLLM's API key from the environment, None where it has none."""
     return os.environ.get("VLLM_API_KEY")
 
 
 def demanded_kernels() -> str | None:
-    """Return the value of KVPOLICY_KERNELS, None where it is unset or empty."""
     return os.environ.get(KERNELS_VARIABLE) or None
 
 
@@ -399,7 +372,6 @@ def forget_chosen_backends() -> None:
 
 
 def has_learned_sinks(vllm_config: Any) -> bool:
-    """Return whether the model's type is one of `LEARNED_SINKS`."""
     model = vllm_config.model_config.hf_text_config
     return getattr(model, "model_type", None) in LEARNED_SINKS
 

@@ -28,7 +28,6 @@ from vllm_kvpolicy.config_keys import (
     SYSTEM,
     VALID_KEYS,
     check_pin,
-    check_switches,
     nearest,
     request_keys,
     share_of,
@@ -49,11 +48,13 @@ PER_REQUEST_OFF = "none"
 class KVPolicyConfig:
     """What a server, or one request, keeps. Tokens are counted per KV head.
 
+    Flags and options are in docs/flags.md; below is what they do not say.
+
     A new object checks every value. `with_request` makes the configuration of a request
-    from that of its server, and checks only what the request changes.
+    from that of its server, and checks only what the request changes. A wrong value is
+    a ValueError that names its key, the value and what is valid.
 
     Args:
-        policy: name in the grammar of policies.names.
         budget_tokens: K; AUTO becomes the least that it may stand for, until the pool
             is known, and a share of each request what it is of the longest, see
             `sizes.settled`. Of this and the other integers `INTEGER_KEYS` says what
@@ -62,21 +63,13 @@ class KVPolicyConfig:
             while K counts what is kept behind them: NONE, SYSTEM for those of system
             messages and tools of a chat, PROMPT for all, or how many; None leaves it to
             the policy.
-        allow: further policies that a request may ask for by name.
-        events: ALWAYS for events at positions that follow from the request alone,
-            PRESSURE for events when the pool runs short, and as deep as it needs; by
-            default PRESSURE, and ALWAYS where there is no budget to stop at, or with a
-            `preset`, which stands for a paper's own settings.
+        events: by default PRESSURE, but ALWAYS where there is no budget to stop at, or
+            with a `preset`, which stands for a paper's own settings.
         ceiling_tokens: C, with PRESSURE held right after an event that comes because
             the request holds C + I; None for no such events.
         options: of the policies, as the user gave them; each policy reads its own.
-        trace_dir: folder in which workers record survivors; None for off.
         spread_events: events in decoding come up to an interval early, each request's
             by its own phase, so that those of many requests fall on many steps.
-        report_events: each answer says what its events dropped.
-        hints: requests may say which of their tokens stay and which go first.
-        live: the server has routes and a page that show what runs.
-        live_text: they show the text of prompts and answers as well.
     """
 
     policy: str
@@ -99,10 +92,8 @@ class KVPolicyConfig:
     live_text: bool = False
     # What a request says; not a key.
     hinted: Hints = NO_HINTS
-    # The budget was AUTO; not a key.
-    is_auto: bool = False
-    # The budget was this share of each request, as the user wrote it; not a key.
-    budget_text: str | None = None
+    # What the user gave in place of a number: AUTO, or a share; not a key.
+    budget_word: str | None = None
     # By policy name: what follows from `options`, made once and shared with requests.
     _resolved: dict[str, ResolvedPolicy] = field(
         default_factory=dict, repr=False, compare=False
@@ -114,46 +105,36 @@ class KVPolicyConfig:
         if not is_checked:
             object.__setattr__(self, "_resolved", {})
             given: Any = self.budget_tokens
-            if given == AUTO:
-                object.__setattr__(self, "is_auto", True)
-                object.__setattr__(self, "budget_tokens", LEAST_AUTO)
-            if share_of(given):
-                object.__setattr__(self, "budget_text", given)
+            if given == AUTO or share_of(given):
+                object.__setattr__(self, "budget_word", given)
                 object.__setattr__(self, "budget_tokens", LEAST_AUTO)
             self._check()
 
     def _check(self) -> None:
-        """Check every value, alone and together with the others.
-
-        What depends on the block size is left to `validate_block_size`.
-
-        Raises:
-            ValueError: naming the key, its value and what is valid.
-        """
-        parse(self.policy)
+        """Check every value but for what depends on N, see `validate_block_size`."""
         if not isinstance(self.options, Mapping):
-            raise wrong("policy_config", self.options, "a mapping")
+            raise wrong("policy_config", self.options, "a mapping of options")
         if not isinstance(self.allow, tuple):
             raise wrong("allow", self.allow, "a tuple of names")
         _check_allowed(self.policy, self.allow)
         _check_known(self.options, self.policies)
-        for key in INTEGER_KEYS:
-            value = getattr(self, key.field)
-            if value is not None or getattr(KVPolicyConfig, key.field) is not None:
-                key.check(value)
+        for number in INTEGER_KEYS:
+            value = getattr(self, number.field)
+            if value is not None or getattr(KVPolicyConfig, number.field) is not None:
+                number.check(value)
         check_pin("pin", self.pin)
         trace_folder(self.trace_dir)
-        check_switches(vars(self))
+        for key in SWITCHES:
+            if not isinstance(getattr(self, key), bool):
+                raise wrong(key, getattr(self, key), "true or false")
+        if self.live_text and not self.live:
+            raise ValueError("live_text: got true, expected live to be true as well")
         self._check_windows(self.policy)
         self._check_pin("pin")
         self._check_events()
 
     def _check_events(self) -> None:
-        """Check when events come, with the policies and the budget; set the default.
-
-        Raises:
-            ValueError: no budget could be a floor, or the pool does not tell AUTO.
-        """
+        """Check when events come, with the policies and the budget; set the default."""
         own = self.resolved()
         if self.events is None:
             is_paper = own.options.get("preset", "default") != "default"
@@ -221,21 +202,19 @@ class KVPolicyConfig:
             )
 
     @property
-    def budget_word(self) -> str | None:
-        """What the user gave in place of a number."""
-        return self.budget_text or (AUTO if self.is_auto else None)
+    def is_auto(self) -> bool:
+        return self.budget_word == AUTO
 
     @property
     def budget_share(self) -> float | None:
         """The budget as a share of each request, above 0 to 1."""
-        return share_of(self.budget_text)
+        return share_of(self.budget_word)
 
     def smallest_budget(self, page_tokens: int) -> int:
         """Return the smallest budget of requests that do not ask for another."""
-        least = self.least_budget(page_tokens)
-        return (
-            min(least, self.budget_tokens) if self.budget_text else self.budget_tokens
-        )
+        if self.budget_share is None:
+            return self.budget_tokens
+        return min(self.least_budget(page_tokens), self.budget_tokens)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -254,20 +233,14 @@ class KVPolicyConfig:
 
     @property
     def all_resolved(self) -> list[ResolvedPolicy]:
-        """Every one of `policies`, with its options."""
         return [self.resolved(name) for name in self.policies]
 
     @property
     def words(self) -> list[Any]:
-        """The words of all of `policies`, see `policies.words.Word`."""
         return [word for each in self.all_resolved for word in each.info.parts]
 
     def resolved(self, policy_name: str | None = None) -> ResolvedPolicy:
-        """Return one of `policies`, the server's own by default, with all its options.
-
-        Raises:
-            ValueError: a value outside its range, or none where one is required.
-        """
+        """Return one of `policies`, by default the server's own, with its options."""
         name = policy_name or self.policy
         if name not in self._resolved:
             info = parse(name)
@@ -328,7 +301,6 @@ class KVPolicyConfig:
 
         Args:
             prompt_tokens: the budget counts what is kept behind the pinned ones.
-            block_size: N, tokens per superblock.
             query_rows: rows of a superblock that a query takes, of its 2N; see `sizes`.
             phase: of the request, see `events`; 0 where events are not spread.
         """
@@ -353,37 +325,33 @@ class KVPolicyConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":
-        """Build a configuration from its plain form.
+        """Build a configuration from its plain form; ValueError where it is none.
 
-        Args:
-            values: keys of `VALID_KEYS`; only `policy` is needed. None as a value
-                stands for the default.
-
-        Raises:
-            ValueError: not a mapping, an unknown key, no policy, or a bad value.
+        Its keys are `VALID_KEYS`, of which `policy` is needed; None is the default.
         """
         if not isinstance(values, Mapping):
-            expected = f"a mapping with keys {_listed(VALID_KEYS)}"
+            expected = f"a mapping with keys {', '.join(VALID_KEYS)}"
             raise wrong(CONFIG_KEY, values, expected)
         for key in values:
             if key not in VALID_KEYS:
                 raise ValueError(
                     f"{CONFIG_KEY}: got the unknown key {shown(key)}, expected one of "
-                    f"{_listed(VALID_KEYS)}{nearest(str(key), VALID_KEYS)}"
+                    f"{', '.join(VALID_KEYS)}{nearest(str(key), VALID_KEYS)}"
                 )
         given = {key: value for key, value in values.items() if value is not None}
         given = with_server_options(given)
         if "policy" not in given:
             raise ValueError(
-                f"policy: missing (got {_listed(given) or 'no keys'}), expected as "
+                f"policy: missing (got {', '.join(given) or 'no keys'}), expected as "
                 f"--kv-policy {grammar()}"
             )
         options = given.get("policy_config", {})
-        _check_type("policy_config", options, Mapping, "a mapping of options")
+        if isinstance(options, Mapping):
+            given["policy_config"] = dict(options)
         allow = given.get("allow", ())
         if isinstance(allow, str) or not isinstance(allow, Iterable):
             raise wrong("allow", allow, "a list of policies")
-        given |= {"policy_config": dict(options), "allow": tuple(allow)}
+        given["allow"] = tuple(allow)
         fields = {"policy_config": "options"} | {k.key: k.field for k in INTEGER_KEYS}
         return cls(**{fields.get(key, key): value for key, value in given.items()})
 
@@ -398,12 +366,7 @@ class KVPolicyConfig:
         return values | {key: getattr(self, key) for key in SWITCHES}
 
     def validate_block_size(self, block_size: int) -> None:
-        """Check what depends on N, tokens per superblock, and the policies of `allow`.
-
-        Raises:
-            ValueError: the budget has no room for a page after the tokens that are
-                always kept, or prompts cannot be cut at whole superblocks.
-        """
+        """Check what depends on tokens per superblock, and the policies of `allow`."""
         self._check_budget("budget", block_size)
         self._check_ceiling("ceiling", block_size)
         for name in self.policies:
@@ -419,23 +382,15 @@ class KVPolicyConfig:
         block_size: int = 1,
         lengths: tuple[int, int] | None = None,
     ) -> "KVPolicyConfig | None":
-        """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
+        """Apply what one request asks for in `vllm_xargs`; None for the full KV cache.
 
-        Known keys: `kv_policy` (`none`, or one of `policies`), `kv_pin`, HINT_KEYS,
-        `kv_budget`, `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each of
-        the last five is at most the server's, because the server sized its memory for
-        those. Keys that do not begin with `kv_` are not looked at.
+        No number is above the server's, which sized its memory for that. Keys that do
+        not begin with `kv_` are not looked at.
 
         Args:
             lengths: tokens of the prompt, and of prompt and answer limit, of which a
                 budget may be a share; None where they are not known, for the server's
                 budget.
-
-        Returns:
-            The request's configuration, or None where it asks for the full KV cache.
-
-        Raises:
-            ValueError: an unknown key that begins with `kv_`, or a bad value.
         """
         asked = request_keys(extra_args)
         check_pin("kv_pin", asked.get("kv_pin", NONE), of_request=True)
@@ -448,7 +403,7 @@ class KVPolicyConfig:
                 "one of them out"
             )
         if policy_name not in self.policies:
-            allowed = _listed(map(repr, self.policies))
+            allowed = ", ".join(map(repr, self.policies))
             expected = f"'none' or one that the server allows: {allowed}"
             raise wrong("kv_policy", policy_name, expected)
         changes: dict[str, Any] = {}
@@ -460,7 +415,7 @@ class KVPolicyConfig:
             changes["hinted"] = self._read_hints(asked, policy_name)
         changes |= self._asked_numbers(asked, policy_name)
         share = share_of(asked.get("kv_budget"))
-        if self.budget_text and "kv_budget" not in asked:
+        if "kv_budget" not in asked:
             fixed = self.resolved(policy_name).info.fixed_keys
             share = None if "budget" in fixed else self.budget_share
         if not changes:
@@ -504,13 +459,9 @@ class KVPolicyConfig:
     def _shared(
         self, share: float | None, lengths: tuple[int, int] | None, page_tokens: int
     ) -> "KVPolicyConfig":
-        """Return the same with a budget that is a share of what is not pinned.
+        """Return the same with a budget that is a share of what is not pinned, if any.
 
         At least what is always kept, and at most the server's budget and the ceiling.
-
-        Args:
-            share: None leaves the budget as it is.
-            lengths: see `with_request`.
         """
         if share is None:
             return self
@@ -546,12 +497,6 @@ class KVPolicyConfig:
             raise wrong(key, self.budget_tokens, f"at least {least} tokens ({parts})")
 
 
-def _check_type(key: str, value: Any, kind: type, expected: str) -> None:
-    """Raise ValueError unless `value` is None or of type `kind`."""
-    if value is not None and not isinstance(value, kind):
-        raise wrong(key, value, expected)
-
-
 def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:
     """Raise ValueError for an unknown name, or a test policy among several."""
     infos = [parse(policy_name), *(parse(name, key="allow") for name in allow)]
@@ -563,16 +508,12 @@ def _check_allowed(policy_name: str, allow: tuple[str, ...]) -> None:
 
 
 def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
-    """Raise ValueError where no policy knows an option."""
     known = {key: None for name in policies for key in parse(name).options}
+    listed, names = ", ".join(known) or "none", ", ".join(map(repr, policies))
     for key in options:
         if key not in known:
             raise ValueError(
                 f"kv_policy_config: got the unknown key {shown(key)}, expected a key "
-                f"of {_listed(map(repr, policies))} ({_listed(known) or 'none'}), or "
-                f"{_listed(SERVER_OPTIONS)}{nearest(key, [*known, *SERVER_OPTIONS])}"
+                f"of {names} ({listed}), or "
+                f"{', '.join(SERVER_OPTIONS)}{nearest(key, [*known, *SERVER_OPTIONS])}"
             )
-
-
-def _listed(words: Iterable[str]) -> str:
-    return ", ".join(words)

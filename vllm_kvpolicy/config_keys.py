@@ -15,7 +15,7 @@ from typing import Any
 DEFAULT_SINKS, DEFAULT_RECENT = 4, 32
 DEFAULT_PREFILL_INTERVAL = 4096  # or the whole superblocks in it
 WHOLE_PROMPT = "prompt"  # a prefill interval that no prompt is as long as
-AUTO = "auto"  # a budget that follows from the pool, see `sizes.auto_budget`
+AUTO = "auto"  # a budget that follows from the pool, see `sizes.worded_budget`
 LEAST_AUTO = 256  # tokens of such a budget
 SHARE = re.compile(r"(\d{1,3}(?:\.\d+)?)%")  # a budget that follows from the request
 MOST = 2**31 - 1  # of any integer, far above every context
@@ -57,7 +57,6 @@ class IntegerKey:
     Args:
         key: name in the plain form; the flag is `--kv-` plus this name.
         field: attribute of KVPolicyConfig.
-        minimum: smallest valid value.
         summary: what it counts, with its unit.
         is_flag: has a flag of its own and may be given per request.
         word: what may be given in place of a number, None for nothing.
@@ -77,14 +76,11 @@ class IntegerKey:
     def check(
         self, value: Any, label: str | None = None, of_request: bool = False
     ) -> Any:
-        """Return `value` if it is a valid integer, or what is valid in place of one.
+        """Return a valid integer, or what is valid in its place; ValueError for others.
 
         Args:
             label: the key as the user knows it.
             of_request: a request gives it, which may not use the word.
-
-        Raises:
-            ValueError: anything else, True and 64.0 included.
         """
         has_word = self.word is not None and not of_request
         if has_word and value == self.word:
@@ -172,19 +168,6 @@ SERVER_OPTIONS = {
 }
 
 
-def check_switches(values: Mapping[str, Any]) -> None:
-    """Check the values of SWITCHES among others.
-
-    Raises:
-        ValueError: one is neither true nor false, or needs another one.
-    """
-    for key in SWITCHES:
-        if not isinstance(values[key], bool):
-            raise wrong(key, values[key], "true or false")
-    if values["live_text"] and not values["live"]:
-        raise ValueError("live_text: got true, expected live to be true as well")
-
-
 def check_pin(key: str, value: Any, of_request: bool = False) -> None:
     """Raise ValueError unless a value says what is pinned of a prompt.
 
@@ -199,11 +182,7 @@ def check_pin(key: str, value: Any, of_request: bool = False) -> None:
 
 
 def trace_folder(value: Any) -> str | None:
-    """Return the folder of a trace, with the user's own in place of a leading ~.
-
-    Raises:
-        ValueError: `value` is neither None nor the name of a folder.
-    """
+    """Return the folder of a trace, with the user's own in place of a leading ~."""
     folder = os.path.expanduser(value) if isinstance(value, str) else ""
     if value is not None and (not folder or "\0" in folder or folder[0] == "~"):
         raise wrong("trace_dir", value, "the name of a folder")
@@ -219,11 +198,7 @@ _VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
 
 
 def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keys of a request that are ours.
-
-    Raises:
-        ValueError: a key begins like ours and is unknown, or the server's alone.
-    """
+    """Return the keys of a request that are ours; ValueError for one that seems so."""
     numbers = (f"kv_{key.key}" for key in FLAG_KEYS)
     known = ("kv_policy", "kv_pin", *numbers, *HINT_KEYS)
     asked = {}
@@ -240,11 +215,7 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move what `policy_config` says about the server itself to keys of its own.
-
-    Raises:
-        ValueError: a key is given in both places, or the trace has no folder.
-    """
+    """Move what `policy_config` says about the server itself to keys of its own."""
     moved, options = dict(values), values.get("policy_config")
     if isinstance(options, Mapping):
         for option, key in SERVER_OPTIONS.items():

@@ -17,8 +17,7 @@ class ConfigValues(Mapping[str, Any]):
     leaves out what the compiled model does not depend on, once a worker has told.
 
     Args:
-        values: the plain form of the policy under `CONFIG_KEY`, and what else the user
-            put into `additional_config`; JSON throughout.
+        values: JSON, the plain form of the policy under `CONFIG_KEY`.
         policy: what they say, where somebody has read them already.
     """
 
@@ -78,24 +77,16 @@ class ConfigValues(Mapping[str, Any]):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def has_policy(vllm_config: Any) -> bool:
-    """Return whether an engine runs with a policy."""
-    additional = vllm_config.additional_config
-    return isinstance(additional, Mapping) and additional.get(CONFIG_KEY) is not None
-
-
 def server_config(vllm_config: Any) -> KVPolicyConfig | None:
     """Return the policy that an engine runs with, or None; one object per process."""
-    if not has_policy(vllm_config):
-        return None
     additional = vllm_config.additional_config
     if isinstance(additional, ConfigValues):
         return additional.policy
-    return KVPolicyConfig.from_dict(additional[CONFIG_KEY])
+    values = additional.get(CONFIG_KEY) if isinstance(additional, Mapping) else None
+    return None if values is None else KVPolicyConfig.from_dict(values)
 
 
 def own_config(vllm_config: Any) -> KVPolicyConfig:
-    """Return what `server_config` does for an engine that has a policy."""
     config = server_config(vllm_config)
     if config is None:
         raise ValueError("got a VllmConfig without a policy, expected one with it")

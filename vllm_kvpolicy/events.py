@@ -11,7 +11,7 @@ decoding come, so that requests which start together do not all wait for one ste
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from hashlib import blake2b
 from typing import Any
 
@@ -23,11 +23,10 @@ LAST_PHASE = 2**PHASE_BITS - 1  # the earliest events
 def request_phase(prompt_token_ids: Sequence[int], seed: int | None = None) -> int:
     """Return the phase of a request: a function of what it asks, evenly spread.
 
+    The seed of its sampling gives samples of one prompt phases of their own.
+
     >>> request_phase([1, 2, 3]), request_phase([1, 2, 4]), request_phase([1, 2, 3], 7)
     (3676573847, 2616465062, 1442807477)
-
-    Args:
-        seed: of its sampling, so that samples of one prompt have phases of their own.
     """
     ids = struct.pack(f"<{len(prompt_token_ids)}q", *prompt_token_ids)
     named = ids if seed is None else ids + str(seed).encode()
@@ -66,7 +65,6 @@ class EventPlan:
         budget: K, tokens a KV head may attend right after an event.
         interval: I, tokens between events.
         prefill_interval: tokens between events inside the prompt; NO_STEP for none.
-        phase: of the request, see `request_phase`.
         window_tokens: W <= I, newest queries that an event reads; 0 for none.
     """
 
@@ -142,7 +140,6 @@ class Footprint:
     7
 
     Args:
-        events: the request's event positions.
         recent: R, newest tokens that are always kept.
         block_size: N, tokens per superblock.
         keeps_all: events may keep everything, as without a budget.
@@ -180,8 +177,7 @@ class Footprint:
     def global_blocks(self, position: int, budget: int | None = None) -> int:
         """Return the superblocks before the frontier: pinned ones and survivors'.
 
-        Args:
-            budget: in tokens, what is pinned included; None for the plan's.
+        Of a budget in tokens, what is pinned included; None for the plan's.
         """
         budget = self.events.budget if budget is None else budget
         frontier_blocks = self.frontier_blocks(position)
@@ -235,6 +231,31 @@ class Footprint:
         has_window = num_tokens > earliest.next_event(0) - self.window_tokens
         return peak + self.window_blocks * has_window
 
+    def worst_blocks(self, longest: int) -> int:
+        """Return the superblocks that any request of up to `longest` tokens may hold.
+
+        The maximum of `peak_blocks` over all prompt lengths and phases without pins, at
+        most one block too high, rarely more with a query window, and enough for
+        requests that ask for smaller numbers. The peak is reached before the first
+        event, or at the end of a stretch after an event that left x local tokens, x
+        from R to R + N - 1.
+        """
+        events, size = self.events, self.block_size
+        first_inside = events.next_inside(0)
+        first = max(first_inside, events.budget + events.interval)
+        whole = -(-longest // size)
+        window = self.window_blocks if longest > events.budget else 0
+        if first >= longest:
+            return whole + window
+        # Events inside a prompt lie on whole blocks; the others lie anywhere.
+        local = -(-self.recent // size) * size
+        stretch = min(events.prefill_interval, longest - first_inside) + self.ahead
+        inside = after_event(events.budget, local, stretch, size)
+        stretch = events.interval + self.ahead
+        decode = after_any_event(events.budget, self.recent, stretch, size)
+        first_blocks = -(-(first + self.ahead) // size)
+        return min(whole, max(first_blocks, inside, decode)) + window
+
 
 def after_event(budget: int, local: int, stretch: int, block_size: int) -> int:
     """Return the superblocks held a stretch of tokens after an event left `local`."""
@@ -247,43 +268,6 @@ def after_any_event(budget: int, recent: int, stretch: int, block_size: int) -> 
         after_event(budget, local, stretch, block_size)
         for local in range(recent, recent + block_size)
     )
-
-
-@lru_cache(maxsize=64)
-def worst_case_blocks(
-    max_model_len: int,
-    budget: int,
-    interval: int,
-    prefill_interval: int,
-    recent: int,
-    block_size: int,
-    window_blocks: int = 0,
-    ahead: int = 0,
-) -> int:
-    """Return the superblocks that any request of up to `max_model_len` tokens may hold.
-
-    The maximum of `Footprint.peak_blocks` over all prompt lengths and phases, at most
-    one block too high, rarely more with a query window, and enough for requests that
-    ask for smaller numbers. The peak is reached before the first event, or at the end
-    of a stretch after an event that left x local tokens, x from R to R + N - 1.
-    """
-    first_inside = (budget // prefill_interval + 1) * prefill_interval
-    first = max(first_inside, budget + interval)
-    whole = -(-max_model_len // block_size)
-    window = window_blocks if max_model_len > budget else 0
-    if first >= max_model_len:
-        return whole + window
-
-    # Events inside a prompt lie on whole blocks; the others lie anywhere.
-    inside = after_event(
-        budget,
-        -(-recent // block_size) * block_size,
-        min(prefill_interval, max_model_len - first_inside) + ahead,
-        block_size,
-    )
-    decode = after_any_event(budget, recent, interval + ahead, block_size)
-    first_blocks = -(-(first + ahead) // block_size)
-    return min(whole, max(first_blocks, inside, decode)) + window
 
 
 def event_seed(ordinal: int, position: int) -> int:

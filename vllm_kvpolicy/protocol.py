@@ -14,15 +14,12 @@ class CompactEvent:
     """One event of one request, in superblock ids.
 
     Args:
-        request_id: vLLM's request id.
         serial: number of the event among all of the engine's.
-        policy: name of the request's policy.
         ordinal: 0 for the request's first event, counting again after a preemption.
         position: p, tokens computed before this step.
         frontier_blocks: the new F / N; tokens at and above F are local.
         budget: tokens per KV head that are kept behind the pinned ones.
         sinks: first tokens behind the pinned ones that are always kept.
-        prompt_tokens: length of the prompt.
         num_global: number of leading `source_blocks` that already hold survivors of the
             previous event; under a dynamic policy the last of them may be empty. The
             others were local until now.
@@ -30,10 +27,8 @@ class CompactEvent:
             order.
         dest_blocks: superblocks that hold the survivors afterwards, in time order;
             may share blocks with `source_blocks` or not.
-        local_blocks: superblocks of the tokens at and above F.
         pinned_blocks: first superblocks of the prompt, which stay as they are and are
             not part of the event; others may use them, too.
-        hints: which tokens stay, and which go first.
         window_blocks: superblocks with the newest queries, which the event gives back,
             so that they may be destinations, too; none where it reads no queries.
     """
@@ -67,12 +62,9 @@ class CompactEvent:
 
 @dataclass(frozen=True)
 class WindowCapture:
-    """Save queries of this step's forward pass into a query window.
+    """Save queries of this step's forward pass into a query window, from `first_row`.
 
-    Args:
-        first_token: offset among the request's tokens of this step.
-        first_row: row of the window that the first of them fills.
-        num_tokens: how many to save.
+    `first_token` is an offset among the request's tokens of this step.
     """
 
     request_id: str
@@ -86,12 +78,10 @@ class WindowCapture:
 class StepCommands:
     """Everything the workers of one step need beyond vLLM's own output.
 
-    Events are listed in the order in which their blocks were freed: a block freed by
-    one event may be a destination only of a later one.
+    Events, which come before the forward pass, are in the order in which their blocks
+    were freed: a block freed by one may be a destination only of a later one.
 
     Args:
-        events: compactions before the forward pass.
-        captures: queries to save in it.
         exempt: requests that attend to every cached token; all others mask dropped
             tokens. Only with `exact`.
     """
@@ -106,7 +96,6 @@ class UsedBlocks:
     """A worker's answer to an event: how many of its destinations are in use.
 
     Args:
-        serial: number of the event, as in `CompactEvent`.
         num_blocks: how many leading destination superblocks hold survivors; the others
             are empty.
         slack: how much of those is empty, mean over layers and heads, in superblocks,

@@ -13,7 +13,7 @@ from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import LEAST_AUTO, NONE, PRESSURE
 from vllm_kvpolicy.config_values import own_config
-from vllm_kvpolicy.events import LAST_PHASE, Footprint, worst_case_blocks
+from vllm_kvpolicy.events import LAST_PHASE, Footprint
 
 AUTO_STEP = 64  # tokens, of which a budget of AUTO is a multiple
 
@@ -93,8 +93,7 @@ class OtherGroups:
         """Return the first superblock, counted from 0, that has not been given back.
 
         Args:
-            computed: tokens for which older superblocks have been given back; an
-                integer or an array.
+            computed: tokens for which older ones have been; an integer or an array.
             step: most tokens that an earlier step computed.
         """
         first = computed - self.late_steps * step - self.window + 1
@@ -103,8 +102,7 @@ class OtherGroups:
     def most_blocks(self, num_tokens: int, step: int | None = None) -> int:
         """Return the most superblocks that a request of `num_tokens` ever holds.
 
-        Args:
-            step: most tokens that it computes in a step; None for what any step may.
+        A step computes at most `step` of them, by default what any step may.
         """
         step = self.step_tokens if step is None else step
         reach = self.window + (self.late_steps + 1) * step
@@ -157,10 +155,7 @@ def _kinds_by_layer(vllm_config: Any) -> list[tuple[str, ...]]:
 
 
 def layer_kinds(vllm_config: Any) -> list[str]:
-    """Return the kinds of cache that the model's layers have, in order.
-
-    As it names them where that is none of ours.
-    """
+    """Return the kinds of cache of the model's layers, or the model's names of such."""
     return [kind for kinds in _kinds_by_layer(vllm_config) for kind in kinds]
 
 
@@ -222,10 +217,7 @@ def total_kv_heads(vllm_config: Any) -> int:
 
 
 def row_sizes(vllm_config: Any) -> tuple[int, int]:
-    """Return how many channels a rank's layer keeps for a token, in all its KV heads.
-
-    Of full attention, and of layers with a window.
-    """
+    """Return a token's channels on a rank, in a full layer and in one with a window."""
     own, windowed = (prod(kv_heads(vllm_config, kind)) for kind in (FULL, SLIDING))
     return own or 1, windowed or 1  # of a model without attention
 
@@ -245,7 +237,6 @@ def own_block_size(vllm_config: Any) -> int:
 
 
 def other_groups(vllm_config: Any) -> OtherGroups:
-    """Return what other layers than full attention hold, from the configuration."""
     scheduler, kinds = vllm_config.scheduler_config, layer_kinds(vllm_config)
     text, cache = vllm_config.model_config.hf_text_config, vllm_config.cache_config
     late_steps, most_each = int(scheduler.async_scheduling or False), None
@@ -286,7 +277,7 @@ def _saved_states(vllm_config: Any, late_steps: int) -> int:
 
 
 def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> None:
-    """Check that a step's drafts do not reach past a request's first event.
+    """Raise ValueError where a step's drafts reach past a request's first event.
 
     Beside others, vLLM begins a request of which one token is not computed yet with
     drafts of padding, as many as a step may have, and fails where they are cut. What
@@ -296,10 +287,6 @@ def check_drafts(config: KVPolicyConfig, vllm_config: Any, prefix: str = "") -> 
     Args:
         config: of the engine or of a request.
         prefix: of the keys that an error names.
-
-    Raises:
-        ValueError: the budget, and a token of a prompt that is kept, are less than a
-            step's drafts; or, of a policy without one, the window and a page are.
     """
     drafts = vllm_config.num_speculative_tokens
     if not drafts:
@@ -362,14 +349,14 @@ def query_rows(vllm_config: Any) -> int:
     return num_heads // count * (model.dtype.itemsize if is_float8 else 1)
 
 
-def auto_budget(
+def worded_budget(
     vllm_config: Any, config: KVPolicyConfig, num_blocks: int | None
 ) -> int:
-    """Return the budget that AUTO stands for.
+    """Return the number for a budget in words; for a share that of the longest request.
 
-    With it max_num_seqs requests of max_model_len fit the pool at once, if that leaves
-    each what it needs beside: an interval's growth, the rest of two superblocks, a
-    query window, and what layers with a sliding window or a state hold.
+    With that for AUTO max_num_seqs requests of max_model_len fit the pool at once, if
+    that leaves each what it needs beside: an interval's growth, the rest of two
+    superblocks, a query window, and what layers with a sliding window or a state hold.
 
     Example: 16 requests share 2,048 superblocks of 16 tokens, 128 each. Less 4 for a
     window, 1 for rounding and 512 tokens of growth, that is 1,456 tokens, and so 1,408.
@@ -379,22 +366,25 @@ def auto_budget(
             is not known yet, for the least that it may stand for.
 
     Returns:
-        Tokens per KV head, a multiple of 64; at least 256, the always-kept tokens and a
-        superblock. Or max_model_len, where that is less or the pool holds all of it;
-        at most the ceiling.
+        Tokens per KV head, at most the ceiling. For AUTO a multiple of 64, and at least
+        256, the always-kept tokens and a superblock; or max_model_len, where that is
+        less or the pool holds all of it.
     """
     size = own_block_size(vllm_config)
     longest = vllm_config.model_config.max_model_len
     most = config.ceiling_tokens or longest
+    if share := config.budget_share:
+        least = config.least_budget(size)
+        return min(max(int(share * longest), least), max(most, least))
     least = -(-max(LEAST_AUTO, config.least_budget(size)) // AUTO_STEP) * AUTO_STEP
-    share = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
-    share -= other_groups(vllm_config).most_blocks(longest, 1)
-    if share * size >= longest:
+    blocks = ((num_blocks or 1) - 1) // vllm_config.scheduler_config.max_num_seqs
+    blocks -= other_groups(vllm_config).most_blocks(longest, 1)
+    if blocks * size >= longest:
         return max(min(most, longest), min(longest, config.least_budget(size)))
     window = max(each.window_tokens for each in config.all_resolved)
-    share -= -(-window * query_rows(vllm_config) // (2 * size))
+    blocks -= -(-window * query_rows(vllm_config) // (2 * size))
     ahead = vllm_config.num_lookahead_tokens
-    fitting = (share - 1) * size - config.interval_tokens - ahead
+    fitting = (blocks - 1) * size - config.interval_tokens - ahead
     budget = min(max(fitting // AUTO_STEP * AUTO_STEP, least), longest)
     # Events inside a prompt come late where the budget is large.
     room = (num_blocks or 0) - 1 - other_groups(vllm_config).most_blocks(longest)
@@ -407,19 +397,8 @@ def auto_budget(
     return max(min(budget, most), config.least_budget(size))
 
 
-def most_of_share(vllm_config: Any, config: KVPolicyConfig, share: float) -> int:
-    """Return the budget of the longest request; at most the ceiling."""
-    longest = vllm_config.model_config.max_model_len
-    least = config.least_budget(own_block_size(vllm_config))
-    most = max(config.ceiling_tokens or longest, least)
-    return min(max(int(share * longest), least), most)
-
-
 def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
     """Return an engine's policy, with what a budget in words stands for from now on.
-
-    A share of each request is at most that of the longest.
-
 
     Called where an engine is configured, for the least, with which workers start; then
     with the size of the pool by its scheduler, and of the smallest pool by API
@@ -428,10 +407,7 @@ def settled(vllm_config: Any, num_blocks: int | None = None) -> KVPolicyConfig:
     config = own_config(vllm_config)
     if config.budget_word is None:
         return config
-    if share := config.budget_share:
-        tokens = most_of_share(vllm_config, config, share)
-    else:
-        tokens = auto_budget(vllm_config, config, num_blocks)
+    tokens = worded_budget(vllm_config, config, num_blocks)
     vllm_config.additional_config.set_budget(tokens)
     return own_config(vllm_config)
 
@@ -453,32 +429,20 @@ def max_blocks_per_request(
     """Return the most superblocks that a request with the server's policy may hold.
 
     What vLLM wants free at start-up. A request that takes more, because it pins tokens
-    or asks for another `kv_policy`, is refused where the pool cannot hold it.
-
-    Args:
-        longest: most tokens of a request; None for max_model_len.
+    or asks for another `kv_policy`, is refused where the pool cannot hold it. It is of
+    `longest` tokens, or of max_model_len.
     """
-    block_size = own_block_size(vllm_config)
-    longest = longest or vllm_config.model_config.max_model_len
-    footprint = config.footprint(1, block_size, query_rows(vllm_config))
-    if config.resolved().info.keeps_all:
-        return -(-longest // block_size) + footprint.window_blocks
-    return worst_case_blocks(
-        longest,
-        config.budget_tokens,
-        config.interval_tokens,
-        config.prefill_step(block_size),
-        config.recent_tokens,
-        block_size,
-        footprint.window_blocks,
-        vllm_config.num_lookahead_tokens,
-    )
+    unpinned = replace(config, pin=NONE, is_checked=True)
+    footprint = footprint_of(vllm_config, unpinned, 1)
+    longest = longest or footprint.longest
+    if footprint.keeps_all:
+        return -(-longest // footprint.block_size) + footprint.window_blocks
+    return footprint.worst_blocks(longest)
 
 
 def footprint_of(
     vllm_config: Any, config: KVPolicyConfig, prompt_tokens: int, phase: int = 0
 ) -> Footprint:
-    """Return what a request of an engine holds; see `KVPolicyConfig.footprint`."""
     sizes = own_block_size(vllm_config), query_rows(vllm_config)
     return replace(
         config.footprint(prompt_tokens, *sizes, phase),
@@ -490,13 +454,9 @@ def footprint_of(
 def most_blocks(
     vllm_config: Any, config: KVPolicyConfig, prompt_tokens: int, num_tokens: int
 ) -> int:
-    """Return the superblocks that suffice for a request of these lengths.
+    """Return the superblocks that suffice for a request that ends with so many tokens.
 
     Whatever its phase, so that requests of equal lengths get equal answers.
-
-    Args:
-        prompt_tokens: >= 1.
-        num_tokens: length of prompt and answer.
     """
     footprint = footprint_of(vllm_config, config, prompt_tokens)
     is_spread = config.spread_events
@@ -512,7 +472,6 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
     """
     block_size = own_block_size(vllm_config)
     max_model_len = vllm_config.model_config.max_model_len
-    sizes = block_size, query_rows(vllm_config)
     beside = other_groups(vllm_config).most_blocks(max_model_len, 1)
     counted = min(config.pins, max_model_len) if isinstance(config.pins, int) else 0
     held = most_blocks(vllm_config, config, max(counted, 1), max_model_len) + beside
@@ -527,7 +486,7 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"the pool's {num_blocks - 1} blocks"
         )
     first = min(
-        config.footprint(tokens, *sizes, LAST_PHASE).events.next_event(1)
+        footprint_of(vllm_config, config, tokens, LAST_PHASE).events.next_event(1)
         for tokens in (1, max_model_len)
     )
     if first >= max_model_len:
@@ -538,8 +497,8 @@ def capacity_line(vllm_config: Any, config: KVPolicyConfig, num_blocks: int) -> 
             f"tokens ever drops any{advice}"
         )
     budget = f"{config.budget_tokens} tokens per KV head{' (auto)' * config.is_auto}"
-    if config.budget_text:
-        budget = f"{config.budget_text} of each request, at most {budget}"
+    if config.budget_share:
+        budget = f"{config.budget_word} of each request, at most {budget}"
     fit, fit_whole = (num_blocks - 1) // held, (num_blocks - 1) // whole
     pinned = "" if config.pins in (NONE, 0) else f" and what is pinned ({config.pins})"
     pinned = f" with {counted} pinned tokens" if counted else pinned
@@ -569,11 +528,10 @@ def sharing_line(vllm_config: Any, config: KVPolicyConfig) -> str:
     """Return the start-up line about the prefix cache: what is shared, for how long."""
     if not vllm_config.cache_config.enable_prefix_caching:
         return "KV policy prefix cache: off, every request computes its whole prompt"
-    measuring = [each.info for each in config.all_resolved if each.info.measures_tokens]
-    alone = [info.name for info in measuring]
-    sizes = own_block_size(vllm_config), query_rows(vllm_config)
+    infos = (each.info for each in config.all_resolved)
+    alone = [info.name for info in infos if info.measures_tokens]
     longest = vllm_config.model_config.max_model_len
-    first_event = config.footprint(longest, *sizes).events.next_event(1)
+    first_event = footprint_of(vllm_config, config, longest).events.next_event(1)
     most = min(first_event, longest)
     until = "those before their first event"
     if config.events == PRESSURE:

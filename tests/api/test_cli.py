@@ -79,13 +79,6 @@ def test_help_names_every_flag_policy_and_default(capsys):
         assert word in text, word
 
 
-def test_flags_win_over_additional_config_and_keep_the_rest():
-    before = {"other": 1, "kv_policy": {"policy": "tova", "budget": 256}}
-    merged = cli.merge(before, {"budget": 128})
-    assert merged == {"other": 1, "kv_policy": {"policy": "tova", "budget": 128}}
-    assert before["kv_policy"]["budget"] == 256
-
-
 def test_each_flag_is_a_variable_too():
     values = {"POLICY": "ams-tova", "BUDGET": "auto", "INTERVAL": "64", "LIVE": "1"}
     values |= {"EVENTS": "pressure", "PIN": "128", "RECENT": "", "SINKS": "0"}
@@ -97,7 +90,7 @@ def test_each_flag_is_a_variable_too():
         **{"events": "pressure", "pin": 128, "sinks": 0, "ceiling": 900},
         "policy_config": {"segments": 2},
     }
-    assert found.keys() == set(cli.ARGUMENTS.values()) - {"recent"}
+    assert found.keys() == set(cli.KEYS) - {"recent"}
     assert cli.from_environment({**given, "VLLM_KV_POLICY": "none"}) == {}
     assert cli.from_environment({**given, "VLLM_KV_LIVE": "0"}).get("live") is None
 
@@ -117,10 +110,12 @@ def test_bad_variables_are_named(name, text, said):
 
 
 def test_flags_and_additional_config_win_over_variables():
-    before = {"kv_policy": {"policy": "tova", "budget": 256}}
+    before = {"other": 1, "kv_policy": {"policy": "tova", "budget": 256}}
     under = {"policy": "h2o", "budget": 512, "interval": 64}
     merged = cli.merge(before, {"budget": 128}, under)
-    assert merged["kv_policy"] == {"policy": "tova", "budget": 128, "interval": 64}
+    found = {"policy": "tova", "budget": 128, "interval": 64}
+    assert merged == {"other": 1, "kv_policy": found}
+    assert before["kv_policy"]["budget"] == 256
     assert cli.merge(None, {}, under) == {"kv_policy": under}
     assert cli.merge(None, {}, {"budget": 512}) is None  # nobody names a policy
 

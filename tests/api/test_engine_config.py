@@ -1,6 +1,5 @@
 """Files and folders of a configuration are checked where it is made."""
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -124,10 +123,6 @@ def test_gates_that_fit_pass(policy_config, gates):
         ({"window": 64}, "trained with a window of 64 tokens, got --kv-recent 40"),
         ({"sinks": 9}, "trained with 9 sinks, got --kv-sinks 4; set --kv-sinks 9"),
         ({"layers": 3}, "num_layers"),
-        ({"heads": 3}, "num_kv_heads"),
-        ({"channels": 16}, "head_dim"),
-        ({"flavour": "llama"}, "flavour"),
-        ({"rope_theta": 5e5}, "rope_theta"),
     ],
     ids=str,
 )
@@ -138,12 +133,6 @@ def test_gates_of_another_model_are_refused(policy_config, gates, fields, messag
     text = str(error.value)
     assert text.startswith("wgkv_gates: wgkv gates ") and str(path) in text
     assert message in text
-
-
-def test_gates_that_cannot_be_read_are_refused(policy_config, tmp_path):
-    for wrong in (tmp_path / "none.safetensors", tmp_path / "none.pt"):
-        with pytest.raises(ValueError, match=f"^wgkv_gates: wgkv gates {wrong}: got "):
-            check_files(with_gates(wrong), policy_config)
 
 
 def test_a_model_without_rope_parameters_is_another_model(policy_config, gates):
@@ -173,9 +162,7 @@ def test_names_of_engines_are_made_by_servers_alone(tiny_model, capsys, name):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_superblocks_have_room_for_a_state(
-    platform: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_superblocks_have_room_for_a_state(platform, tmp_path, monkeypatch):
     """N is known before a policy is checked; on a GPU another process finds it."""
     model = make("granite4", tmp_path)
     made = engine_args(
@@ -194,11 +181,8 @@ def test_superblocks_have_room_for_a_state(
 
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_latent_vectors_are_served_in_chunks(
-    has_amx: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    policy_log: pytest.LogCaptureFixture,
-) -> None:
+    has_amx, tmp_path, monkeypatch, policy_log
+):
     """Stock has no chunks there, raises the tokens of a step, and may take AMX."""
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     model = make("deepseek_v3", tmp_path)

@@ -26,38 +26,20 @@ def policy(name, **values):
     return {"additional_config": {"kv_policy": {"policy": name, **values}}}
 
 
-RAGGED_FLASHINFER = named("FlashInfer with per")
-FUSED = named("attention fused")
-LORA = named("LoRA adapters with a p")
-MULTIMODAL = named("multimodal")
-WEIGHT_TRANSFER = named("weight transfer with a p")
-SLEEP = named("sleep mode with a p")
-FITTED = {"policy_config": {"qfilter_calibration": "a file"}}
-SURROGATE = {"policy_config": {"kvzap_model": "a folder"}}
 OTHER_DRAFTS = named("draft models")
 EXECUTORS = named("executors other")
 DRAFTER_BESIDE = named("MTP and EAGLE with other")
 DRAFTER_ON_GPU = named("MTP and EAGLE on GPUs")
-OTHER_KINDS = named("layers other than")
-UNNAMED_STATES = named("a state beside sliding windows")
-STATES_ALONE = named("or without full attention")
-UNROTATED = named("without rotary positions")
-MEASURED_DRAFTS = named("speculative decoding with what measures")
 MEASURED_STATES = named("each token .*beside layers with a state")
 NGRAM = SimpleNamespace(method="ngram")
-OTHER_FITTED = named("sliding window or a state, with a policy")
-DRAFTED_STATES = named("speculative decoding with layers")
 DRAFTER_BESIDE_WINDOWS = named("MTP and EAGLE with sliding")
 LAYER_TYPES = "model_config.hf_text_config.layer_types"
 WINDOW = {"model_config.hf_text_config.sliding_window": 48}
-FOPE, SPLIT = named("Fourier"), named("heads with a rotated")
-TRANSFORMERS = named("the Transformers backend where")
 EXPECTED = policy("ams-expected")
 ROPE_PARAMETERS = "model_config.hf_text_config.rope_parameters"
 SINK_WEIGHING = named(r"learned sinks \(g")
 GPT_OSS = {"model_config.hf_text_config.model_type": "gpt_oss"}
 ALIBI = named("ALiBi")
-SOFT_CAPS = named("soft caps")
 UNLIKE = "layers that differ in heads or head sizes"
 OTHER_WINDOWS = named("several sizes")
 OWN = "attention layers of a model's own"
@@ -68,7 +50,7 @@ SET = object()  # some configuration object, whatever is in it
 FULL, SLIDING = "full_attention", "sliding_attention"
 DRAFTS = {"speculative_config": NGRAM}
 RAGGED = policy("adakv-snapkv")
-FILE = policy("qfilter", **FITTED)
+FILE = policy("qfilter", policy_config={"qfilter_calibration": "a file"})
 
 
 def part(name):
@@ -141,6 +123,7 @@ STATES = {LAYER_TYPES: ["linear_attention", FULL]}
 HYBRID = STATES | {"model_config.is_hybrid": True}
 EVENTS = SimpleNamespace(enable_kv_cache_events=True)
 FLEX = SimpleNamespace(name="FLEX_ATTENTION")
+FLASHINFER = SimpleNamespace(name="FLASHINFER")
 FLASH, TRITON = (SimpleNamespace(name=f"{name}_ATTN") for name in ("FLASH", "TRITON"))
 
 
@@ -151,8 +134,9 @@ TRIGGERS = {
     "unchunked prefill": {"scheduler_config.enable_chunked_prefill": False},
     "block sizes that the attention kernel cannot split": cache(block_size=48),
     "other attention backends": attention(backend=FLEX),
-    RAGGED_FLASHINFER: attention(backend=SimpleNamespace(name="FLASHINFER")) | RAGGED,
-    FUSED: {"compilation_config.pass_config.fuse_attn_quant": True} | RAGGED,
+    named("FlashInfer with per"): attention(backend=FLASHINFER) | RAGGED,
+    named("attention fused"): {"compilation_config.pass_config.fuse_attn_quant": True}
+    | RAGGED,
     # The tiny model has two.
     "`quest` on more ranks than KV heads": (
         parallel(tensor_parallel_size=4) | policy("snapkv+quest")
@@ -172,8 +156,9 @@ TRIGGERS = {
     OTHER_DRAFTS: {"speculative_config": SimpleNamespace(method="medusa")},
     DRAFTER_ON_GPU: drafter() | {"use_v2_model_runner": True},
     DRAFTER_BESIDE: drafter() | FP8,
-    MEASURED_DRAFTS: DRAFTS | policy("tova", allow=["ams-epikv"]),
-    LORA: {"lora_config": SET} | FILE,
+    named("speculative decoding with what measures"): DRAFTS
+    | policy("tova", allow=["ams-epikv"]),
+    named("LoRA adapters with a p"): {"lora_config": SET} | FILE,
     "sliding windows in every layer": layers(SLIDING),
     "sliding-window layers without the hybrid KV cache manager": {
         **MIXED,
@@ -181,13 +166,13 @@ TRIGGERS = {
     },
     "full attention in several KV cache groups": layers(*[FULL] * 3, *[SLIDING] * 2),
     named("quest.* with sliding"): MIXED | policy("tova+quest"),
-    OTHER_FITTED: MIXED | FILE,
-    DRAFTED_STATES: HYBRID | DRAFTS,
+    named("sliding window or a state, with a policy"): MIXED | FILE,
+    named("speculative decoding with layers"): HYBRID | DRAFTS,
     DRAFTER_BESIDE_WINDOWS: MIXED | drafter(),
     "dual chunk attention": text(dual_chunk_attention_config={"chunk_size": 64}),
-    FOPE: EXPECTED | {ROPE_PARAMETERS: {"rope_type": "default", "use_fope": True}},
-    SPLIT: EXPECTED | text(qk_rope_head_dim=16),
-    TRANSFORMERS: {
+    named("Fourier"): EXPECTED | {ROPE_PARAMETERS: {"use_fope": True}},
+    named("heads with a rotated"): EXPECTED | text(qk_rope_head_dim=16),
+    named("the Transformers backend where"): {
         **EXPECTED,
         "model_config.using_transformers_backend": lambda: True,
         ROPE_PARAMETERS: {FULL: {"rope_type": "longrope"}},
@@ -198,14 +183,12 @@ TRIGGERS = {
     "LoRA adapters with learned sinks": {**GPT_OSS, "lora_config": SET},
     "weight transfer with learned sinks": {**GPT_OSS, "weight_transfer_config": SET},
     "FP8 KV caches with learned sinks": GPT_OSS | FP8,
-    OTHER_KINDS: {LAYER_TYPES: CHUNKED},
-    UNNAMED_STATES: model(is_hybrid=True),
-    STATES_ALONE: STATES,
-    named("FlashInfer with layers"): (
-        HYBRID | attention(backend=SimpleNamespace(name="FLASHINFER"))
-    ),
+    named("layers other than"): {LAYER_TYPES: CHUNKED},
+    named("a state beside sliding windows"): model(is_hybrid=True),
+    named("or without full attention"): STATES,
+    named("FlashInfer with layers"): (HYBRID | attention(backend=FLASHINFER)),
     MEASURED_STATES: HYBRID | policy("tova", allow=["ams-epikv"]),
-    UNROTATED: EXPECTED | text(model_type="nemotron_h"),
+    named("without rotary positions"): EXPECTED | text(model_type="nemotron_h"),
     "keys of the prefix cache for less than a superblock": (
         HYBRID | cache(prefix_match_unit=16)
     ),
@@ -214,7 +197,7 @@ TRIGGERS = {
     UNLIKE: mimo_v2(swa_num_key_value_heads=3),
     OTHER_WINDOWS: text(interleaved_sliding_window=[48, None]),
     ALIBI: model(architectures=["BloomForCausalLM"]),
-    SOFT_CAPS: text(attn_logit_softcapping=50.0),
+    named("soft caps"): text(attn_logit_softcapping=50.0),
     "learned sinks of other models than gpt-oss": text(
         model_type="granite_swa", layer_types=[FULL]
     ),
@@ -246,10 +229,10 @@ TRIGGERS = {
     "residual sliding-window attention (R-SWA)": model(rswa_window=512),
     "diffusion models": model(is_diffusion=True),
     "images, audio and video": model(supports_multimodal_inputs=True),
-    MULTIMODAL: model(is_multimodal_model=True) | FILE,
+    named("multimodal"): model(is_multimodal_model=True) | FILE,
     "prompt embeddings": model(enable_prompt_embeds=True),
-    WEIGHT_TRANSFER: {"weight_transfer_config": SET} | FILE,
-    SLEEP: model(enable_sleep_mode=True) | FILE,
+    named("weight transfer with a p"): {"weight_transfer_config": SET} | FILE,
+    named("sleep mode with a p"): model(enable_sleep_mode=True) | FILE,
 }
 # Rows that depend on the installation -> what switches them on there.
 MACHINE_TRIGGERS = {
@@ -310,9 +293,6 @@ MORE_TRIGGERS = [
     (LATENT_BESIDE, LATENT | {"lora_config": SET}),
     (LATENT_BESIDE, LATENT | drafter()),
     ("other attention backends", LATENT | attention(backend=TRITON)),
-    (SINK_WEIGHING, GPT_OSS | policy("expected")),
-    (SINK_WEIGHING, GPT_OSS | policy("ams-snapmax")),
-    (SINK_WEIGHING, GPT_OSS | policy("rpc")),
     (OWN, model(architectures=["MiniMaxM3SparseForCausalLM"])),
     (VALUES, mimo_v2(swa_v_head_dim=16)),
     (OTHER_WINDOWS, mimo_v2(sliding_window_size=64)),
@@ -386,24 +366,6 @@ def test_what_only_a_cpu_serves_is_refused_on_gpus(
     monkeypatch.setattr(compat, "platform_name", lambda: "cuda")
     assert refusals(config) == expected(name)
     assert refusals(policy_config) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "is_refused"),
-    [
-        ({"policy": "ams-tova"}, False),
-        ({"policy": "epikv", "allow": ["adakv-snapkv", "local"]}, False),
-        ({"policy": "dms"}, True),
-        ({"policy": "tova", **FITTED, "allow": ["ams-qfilter"]}, True),
-        ({"policy": "tova+quest", "allow": ["kvzap+tova"], **SURROGATE}, True),
-    ],
-)
-def test_other_weights_meet_no_policy_for_the_models_own(
-    policy_config, values, is_refused
-):
-    for feature in ("lora_config", "weight_transfer_config"):
-        changes = {feature: SET, "additional_config": {"kv_policy": values}}
-        assert bool(refusals(Overlay(policy_config, changes))) == is_refused
 
 
 @pytest.mark.parametrize(
@@ -582,14 +544,3 @@ def test_bad_knobs_and_resumable_sessions_are_refused(small_pool):
         check(request(kv_budget=500), small_pool)
     with pytest.raises(ValueError, match="resumable"):
         check(request(resumable=True), small_pool)
-
-
-def test_all_that_does_not_take_learned_sinks_is_told_at_once(policy_config):
-    names = [SINK_WEIGHING, *(name for name in TRIGGERS if "with learned s" in name)]
-    changes = {}
-    for name in names:
-        changes |= TRIGGERS[name]
-    changes |= policy("hard-snapkv")  # weighs itself, with per-head lengths
-    found = refusals(Overlay(policy_config, changes))
-    assert found == [line for name in names for line in expected(name)]
-    assert len(found) == 6

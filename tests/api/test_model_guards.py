@@ -121,7 +121,6 @@ def test_flashinfer_is_refused_beside_heads_of_two_sizes(policy_config, size):
     [
         ({"v_head_dim": [64, 64]}, None),  # of a model that does not read it
         ({"sliding_windows": 48}, None),
-        ({"sliding_windows": [48, 64]}, "sliding windows of several sizes"),
         ({"num_attention_heads_per_layer": [4, 4]}, None),
         ({"num_attention_heads_per_layer": [8, 8]}, "layers that differ in heads"),
         (

@@ -39,9 +39,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_a_command_refuses_what_it_could_not_write(
-    name: str, tmp_path: Path, file: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_command_refuses_what_it_could_not_write(name, tmp_path, file, capsys):
     module, given = OUTPUTS[name]
     option = given.rstrip("/")
     words = name.split()[1:] or [name] * (name in HAVE_SUBCOMMANDS)
@@ -58,7 +56,7 @@ def test_a_command_refuses_what_it_could_not_write(
         assert f": error: argument {option}: got {str(path)!r}" in line and told in line
 
 
-def test_what_can_be_written_stays_as_it_is(tmp_path: Path, file: Path) -> None:
+def test_what_can_be_written_stays_as_it_is(tmp_path, file):
     assert new_file(str(file)) == file and file.read_text() == "as it was"
     assert new_file(str(tmp_path / "new")) == tmp_path / "new"
     assert new_file(str(tmp_path / "c" / "d" / "f")) == tmp_path / "c" / "d" / "f"
@@ -68,9 +66,7 @@ def test_what_can_be_written_stays_as_it_is(tmp_path: Path, file: Path) -> None:
     assert new_file("/dev/null") == Path("/dev/null")
 
 
-def test_what_the_system_refuses_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_system_refuses_is_said(tmp_path, monkeypatch):
     """A test may run as root, whom permissions do not stop."""
 
     def full(dir: Path) -> None:
@@ -83,7 +79,7 @@ def test_what_the_system_refuses_is_said(
         assert str(caught.value).endswith("cannot write there: No space left on device")
 
 
-def test_a_name_that_no_file_can_have_is_refused() -> None:
+def test_a_name_that_no_file_can_have_is_refused():
     for check in (new_file, new_folder):
         with pytest.raises(argparse.ArgumentTypeError, match="File name too long"):
             check("x" * 5000)

@@ -1,7 +1,6 @@
 """`vllm-kvpolicy top` beside servers that a test plays, and beside the live routes."""
 
 import copy
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,7 +107,7 @@ def frame_of(server: LiveServer, capsys: pytest.CaptureFixture) -> list[str]:
     return [line.rstrip() for line in printed.out.splitlines()]
 
 
-def test_a_frame(clock: SimpleNamespace, capsys: pytest.CaptureFixture) -> None:
+def test_a_frame(clock, capsys):
     engine = engine_state(["short", "waits", "long"], preemptions_bounded=2)
     short, waits, long = engine["requests"]
     short |= {"computed": 60, "held": 60, "uncut": True, "events": 0}
@@ -141,9 +140,7 @@ def test_a_frame(clock: SimpleNamespace, capsys: pytest.CaptureFixture) -> None:
     ]
 
 
-def test_the_level_of_a_pool(
-    clock: SimpleNamespace, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_level_of_a_pool(clock, capsys):
     engine = engine_state(["cut", "pinned"], level_tokens=2200)
     cut, pinned = engine["requests"]
     cut |= {"computed": 9000, "held": 2600, "floor": 2048}
@@ -163,9 +160,7 @@ def test_the_level_of_a_pool(
     assert not any("level" in line for line in frame_of(LiveServer([engine]), capsys))
 
 
-def test_each_engine_has_a_pool_and_what_is_not_told_is_said(
-    clock: SimpleNamespace, capsys: pytest.CaptureFixture
-) -> None:
+def test_each_engine_has_a_pool_and_what_is_not_told_is_said(clock, capsys):
     silent = engine_state([]) | {"engine": 1, "fresh": False}
     off = engine_state([], observers_off_live=1) | {"engine": 2}
     many = engine_state(["a"]) | {"running": 600, "waiting": 5}
@@ -178,9 +173,7 @@ def test_each_engine_has_a_pool_and_what_is_not_told_is_said(
     assert text.endswith("and 604 more")
 
 
-def test_a_terminal_obeys_no_id(
-    clock: SimpleNamespace, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_terminal_obeys_no_id(clock, capsys):
     engine = engine_state(["\x1b]0;x\x07[red]y"])
     line = frame_of(LiveServer([engine]), capsys)[-1]
     assert line.startswith("?]0;x?[red]y")
@@ -197,11 +190,7 @@ def routes(
         yield engine, f"http://127.0.0.1:{port}"
 
 
-def test_the_live_routes_tell_what_a_frame_needs(
-    routes: tuple[PlayedEngine, str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_the_live_routes_tell_what_a_frame_needs(routes, monkeypatch, capsys):
     engine, url = routes
     words = ["top", "--once", "--url", url]
     assert command.main(words) == 1
@@ -239,9 +228,7 @@ async def _other(request: web.Request) -> web.Response:
         (_other, "{} is no server of vLLM with --kv-live: it has no /kv_policy"),
     ],
 )
-def test_servers_without_a_live_page(
-    metrics: Any, told: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_servers_without_a_live_page(metrics, told, capsys):
     with serve_handlers("/none", _other, metrics) as url:
         assert command.main(["top", "--url", f"{url}/v1"]) == 1
     printed = capsys.readouterr()
@@ -259,9 +246,7 @@ def test_servers_without_a_live_page(
         ('{"engines": [{"counters": {}}]}', "got an answer of another shape"),
     ],
 )
-def test_answers_of_another_kind(
-    answer: str, told: str, clock: SimpleNamespace, capsys: pytest.CaptureFixture
-) -> None:
+def test_answers_of_another_kind(answer, told, clock, capsys):
     with LiveServer([], answer=answer).serve() as url:
         assert command.main(["top", "--once", "--url", url]) == 1
     printed = capsys.readouterr()
@@ -270,9 +255,7 @@ def test_answers_of_another_kind(
     assert told in line and not printed.out
 
 
-def test_nobody_answers(
-    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nobody_answers(capsys, monkeypatch):
     url = f"http://127.0.0.1:{free_port()}"
     assert command.main(["top", "--url", url]) == 1
     (line,) = capsys.readouterr().err.splitlines()
@@ -287,10 +270,8 @@ def test_nobody_answers(
 
 
 def test_a_terminal_shows_what_fits_and_gets_its_screen_back(
-    clock: SimpleNamespace,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+    clock, monkeypatch, capsys
+):
     for name, value in (("FORCE_COLOR", "1"), ("LINES", "15"), ("TERM", "xterm")):
         monkeypatch.setenv(name, value)
     clock.most = 3  # one before the first frame, and one after each of two
@@ -305,9 +286,7 @@ def test_a_terminal_shows_what_fits_and_gets_its_screen_back(
     assert not printed.err
 
 
-def test_a_server_that_stops_answering_is_asked_again(
-    clock: SimpleNamespace, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_server_that_stops_answering_is_asked_again(clock, capsys):
     clock.most = 5
     server = LiveServer([engine_state(["a"])], breaks_after=3)
     with server.serve() as url:
@@ -320,9 +299,7 @@ def test_a_server_that_stops_answering_is_asked_again(
     assert server.looks == 6
 
 
-def test_a_server_that_comes_back_may_be_another_one(
-    clock: SimpleNamespace,
-) -> None:
+def test_a_server_that_comes_back_may_be_another_one(clock):
     server = LiveServer([engine_state(["a"])], breaks_after=2)
     with server.serve() as url:
         watch = top.Watch(top.Client(url, None, 5))
@@ -337,13 +314,13 @@ def test_a_server_that_comes_back_may_be_another_one(
     assert len(watch._samples) == 1  # of the other one nothing is compared
 
 
-def test_a_counter_that_begins_again_is_no_negative_rate() -> None:
+def test_a_counter_that_begins_again_is_no_negative_rate():
     before = top.Sample(1.0, [], {"events": 50, "dropped": 10, "generated": None})
     after = top.Sample(3.0, [], {"events": 4, "dropped": 20, "generated": 9})
     assert top.rates(before, after) == {"events": 0, "dropped": 5, "generated": None}
 
 
-def test_rates_are_means_over_five_looks(clock: SimpleNamespace) -> None:
+def test_rates_are_means_over_five_looks(clock):
     server = LiveServer([engine_state(["a"])])
     with server.serve() as url:
         watch = top.Watch(top.Client(url, None, 5))
@@ -356,27 +333,7 @@ def test_rates_are_means_over_five_looks(clock: SimpleNamespace) -> None:
     assert top.rates(before, after)["events"] == 5 and after.at - before.at == 10
 
 
-def test_ctrl_c_ends_it_quietly() -> None:
-    code = (
-        "import signal, sys\n"
-        # A shell's background jobs ignore it, and so would what they start.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from vllm_kvpolicy.__main__ import main\nsys.exit(main())"
-    )
-    with LiveServer([engine_state(["a"])]).serve() as url:
-        words = [sys.executable, "-c", code, "top", "--url", url]
-        with subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as run:
-            assert run.stdout is not None and run.stderr is not None
-            first = run.stdout.readline()
-            run.send_signal(signal.SIGINT)
-            rest, told = run.stdout.read(), run.stderr.read()
-    assert first.startswith("server") and "superblocks" in rest
-    assert (run.returncode, told) == (130, "")
-
-
-def test_it_needs_no_vllm() -> None:
+def test_it_needs_no_vllm():
     code = (
         "import sys\nfor name in ('vllm', 'torch', 'prometheus_client'):\n"
         "    sys.modules[name] = None\n"

@@ -3,20 +3,19 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from support.engine_configs import engine_args
+from support.engine_configs import Overlay, engine_args
 from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.api import evidence
 from vllm_kvpolicy.commands import judge, trials, verify, verify_engine
 from vllm_kvpolicy.commands.judge import FAILED, PASSED, Answer, Check
-
-FLASHINFER = SimpleNamespace(name="FLASHINFER")
 
 
 @pytest.fixture(autouse=True)
@@ -33,62 +32,26 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "device_name", lambda: "a card")
 
 
-def model(kind: str, *layers: str, **changes: bool) -> dict[str, Any]:
-    text = SimpleNamespace(layer_types=list(layers) or None, model_type=kind)
-    values = {"use_mla": False, "enable_sleep_mode": False, **changes}
-    found = SimpleNamespace(hf_text_config=text, **values)
-    return {"model_config": found}
-
-
-def config(**changes: Any) -> SimpleNamespace:
-    """Return what features read of a finished VllmConfig."""
-    values = {
-        "cache_config": SimpleNamespace(cache_dtype="auto", sliding_window=None),
-        **model("qwen3"),
-        "attention_config": SimpleNamespace(backend=None, backend_per_kind={}),
-        "parallel_config": SimpleNamespace(tensor_parallel_size=1),
-        "speculative_config": None,
-        "lora_config": None,
-    }
-    return SimpleNamespace(**{**values, **changes})
-
-
-def mixed(larger: int = 1) -> SimpleNamespace:
-    text = SimpleNamespace(
-        layer_types=list(trials.KINDS), model_type="gemma3_text", sliding_window=48
-    )
-    heads = {"total_num_attention_heads": 4, "total_num_kv_heads": 2}
-    shapes = [SimpleNamespace(head_size=32 * size, **heads) for size in (1, larger)]
-    return SimpleNamespace(
-        hf_text_config=text,
-        model_arch_config=shapes,
-        use_mla=False,
-        enable_sleep_mode=False,
-        get_num_kv_heads=lambda parallel, shape: 2,
-    )
-
-
+TEXT, WINDOWS = "model_config.hf_text_config", list(trials.KINDS)
+TWO_SIZES = {"layer_types": WINDOWS, "sliding_window": 48, "swa_head_dim": 64}
+# What a server has that uses a feature.
 USES: dict[str, dict[str, Any]] = {
-    "fp8": {
-        "cache_config": SimpleNamespace(cache_dtype="fp8_e4m3", sliding_window=None)
-    },
-    "windows": {"model_config": mixed()},
-    "heads": {"model_config": mixed(2)},
-    "states": model("lfm2", "conv", "full_attention"),
-    "latents": model("deepseek_v3", use_mla=True),
-    "sinks": model("gpt_oss"),
+    "fp8": {"cache_config.cache_dtype": "fp8_e4m3"},
+    "windows": {f"{TEXT}.layer_types": WINDOWS, f"{TEXT}.sliding_window": 48},
+    "heads": {TEXT: SimpleNamespace(**TWO_SIZES)},
+    "states": {f"{TEXT}.layer_types": ["conv", "full_attention"]},
+    "latents": {"model_config.use_mla": True},
+    "sinks": {f"{TEXT}.model_type": "gpt_oss"},
     "ngram": {"speculative_config": SimpleNamespace(method="ngram")},
     "suffix": {"speculative_config": SimpleNamespace(method="suffix")},
-    "flashinfer": {
-        "attention_config": SimpleNamespace(backend=FLASHINFER, backend_per_kind={})
-    },
-    "sleep": model("qwen3", enable_sleep_mode=True),
+    "flashinfer": {"attention_config.backend": SimpleNamespace(name="FLASHINFER")},
+    "sleep": {"model_config.enable_sleep_mode": True},
     "lora": {"lora_config": object()},
-    "ranks": {"parallel_config": SimpleNamespace(tensor_parallel_size=2)},
+    "ranks": {"parallel_config.tensor_parallel_size": 2},
 }
 
 
-def test_each_feature_has_its_trial() -> None:
+def test_each_feature_has_its_trial():
     names = [feature.name for feature in evidence.FEATURES]
     assert sorted(names) == sorted(["card", *USES])
     tried = {feature.name for feature in evidence.FEATURES if feature.has_trial}
@@ -97,33 +60,31 @@ def test_each_feature_has_its_trial() -> None:
 
 @pytest.mark.parametrize("name", USES)
 def test_a_feature_is_untested_on_a_gpu_until_it_has_passed_there(
-    name: str, hopper: None, policy_log: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    used = config(**USES[name])
+    name, hopper, policy_config, policy_log, monkeypatch
+):
+    used = Overlay(policy_config, USES[name])
     assert [feature.name for feature in evidence.untested(used)] == [name]
     evidence.tell_untested(used)
     (told,) = policy_log.messages
     check = f"; to check it, run `vllm-kvpolicy verify --feature {name}`"
     assert told.endswith(check) == (name not in ("lora", "ranks"))
-    evidence.remember([name])
+    evidence.remember(name)
     assert evidence.untested(used) == []
     monkeypatch.setattr(compat, "device_name", lambda: "another card")
     assert [feature.name for feature in evidence.untested(used)] == [name]
 
 
-def test_a_plain_server_uses_nothing_untested(
-    hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert evidence.untested(config()) == []
+def test_a_plain_server_uses_nothing_untested(hopper, policy_config, monkeypatch):
+    assert evidence.untested(policy_config) == []
     monkeypatch.setattr(compat, "gpu_capability", lambda: (10, 0))
-    assert [feature.name for feature in evidence.untested(config())] == ["card"]
+    assert [feature.name for feature in evidence.untested(policy_config)] == ["card"]
     monkeypatch.setattr(compat, "platform_name", lambda: "cpu")
-    assert evidence.untested(config(**USES["fp8"])) == []
+    assert evidence.untested(Overlay(policy_config, USES["fp8"])) == []
 
 
-def test_what_is_remembered_adds_up_and_survives_a_broken_file(cache: Path) -> None:
-    evidence.remember(["fp8"])
-    evidence.remember(["ngram", "fp8"])
+def test_what_is_remembered_adds_up_and_survives_a_broken_file(cache):
+    for name in ("ngram", "fp8", "fp8"):
+        evidence.remember(name)
     assert evidence.verified() == {"fp8", "ngram"}
     (names,) = json.loads(cache.read_text()).values()
     assert names == ["fp8", "ngram"]
@@ -141,8 +102,8 @@ def test_what_is_remembered_adds_up_and_survives_a_broken_file(cache: Path) -> N
     ],
 )
 def test_on_a_gpu_features_run_as_servers_run_them_too(
-    platform: str, name: str, dtypes: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    platform, name, dtypes, monkeypatch
+):
     seen = []
 
     def checks(*given: Any) -> Iterator[Check]:
@@ -160,9 +121,7 @@ def test_on_a_gpu_features_run_as_servers_run_them_too(
         assert is_eager == (given[1] == "float32")
 
 
-def test_a_start_tells_what_it_uses(
-    tiny_model: Path, policy_log: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_tells_what_it_uses(tiny_model, policy_log, monkeypatch):
     monkeypatch.setattr(evidence, "untested", lambda config: evidence.FEATURES[1:2])
     policy = {"kv_policy": {"policy": "tova"}}
     engine_args(tiny_model, additional_config=policy).create_engine_config()
@@ -170,9 +129,7 @@ def test_a_start_tells_what_it_uses(
 
 
 @pytest.mark.parametrize(("result", "remembers"), [(PASSED, True), (FAILED, False)])
-def test_only_what_passes_is_remembered(
-    result: str, remembers: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_passes_is_remembered(result, remembers, monkeypatch):
     found = [Check("moved", PASSED, "x"), Check("dropped", result, "y")]
     monkeypatch.setattr(verify_engine, "trial_checks", lambda *_: iter(found))
     assert command.main(["verify", "--feature", "windows"]) == (not remembers)
@@ -190,7 +147,7 @@ def test_only_what_passes_is_remembered(
         (["--feature", "fp8", "--kv-policy", "tova"], "leave them out with --feature"),
     ],
 )
-def test_a_wrong_command_line(words: list[str], told: str, capsys: Any) -> None:
+def test_a_wrong_command_line(words, told, capsys):
     try:
         status = command.main(["verify", *words])
     except SystemExit as stop:
@@ -208,9 +165,7 @@ def test_a_wrong_command_line(words: list[str], told: str, capsys: Any) -> None:
         ((1, 2), 0.5, FAILED),
     ],
 )
-def test_level_tokens_may_change_places(
-    tokens: tuple[int, ...], level: float, result: str
-) -> None:
+def test_level_tokens_may_change_places(tokens, level, result):
     stock = [Answer((1, 2, 3), close=((2.0, 7), (1.0, 8), (0.3, 9)))]
     found = [Answer(tokens)]
     grown = {"events": 1.0}
@@ -222,14 +177,14 @@ def test_level_tokens_may_change_places(
 
 
 @pytest.mark.parametrize(("steps", "result"), [(5, PASSED), (6, FAILED)])
-def test_drafts_that_nobody_accepts(steps: int, result: str) -> None:
+def test_drafts_that_nobody_accepts(steps, result):
     answers = [Answer((1, 2, 3)), Answer((4, 5, 6))]
     grown = {"request_steps": float(steps)}
     assert judge.drafts_are_taken(answers, grown).result == result
 
 
 @pytest.mark.parametrize(("level", "result"), [(0.13, PASSED), (4.0, FAILED)])
-def test_stock_that_does_not_agree_with_itself(level: float, result: str) -> None:
+def test_stock_that_does_not_agree_with_itself(level, result):
     assert judge.is_steady(level, verify_engine.MOST_LEVEL).result == result
 
 
@@ -242,21 +197,19 @@ def test_stock_that_does_not_agree_with_itself(level: float, result: str) -> Non
         (Answer((3, 4), close=((1.0, 5), (float("nan"), 6))), FAILED),
     ],
 )
-def test_answers_of_noise_do_not_begin_as_stocks(found: Answer, result: str) -> None:
+def test_answers_of_noise_do_not_begin_as_stocks(found, result):
     stock = [Answer((3, 9), close=((0.5, 5), (0.1, 4)))]
     assert judge.begin_alike(stock, [found]).result == result
 
 
-def test_who_slept_reads_nothing_of_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_slept_reads_nothing_of_before(tmp_path, monkeypatch):
     """A pool that was given back holds anything; sleep empties the prefix cache."""
     asked = verify._config({})
     sizes = verify_engine.Sizes(asked.budget_tokens + asked.interval_tokens)
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": True}
     made = str(trials.make_qwen3(tmp_path)), verify_engine.EXACT, sizes
     seen = verify_engine.Asked(True, True)
-    with verify_engine._started(*made, None, settings) as engine:
+    with closing(verify_engine.Engine(*made, None, settings)) as engine:
         assert {check.result for check in seen.ask(engine)} <= {PASSED}
     forgets = True
 
@@ -269,8 +222,8 @@ def test_who_slept_reads_nothing_of_before(
 
     monkeypatch.setattr(verify_engine.Engine, "can_sleep", True)
     monkeypatch.setattr(verify_engine.Engine, "nap", nap)
-    (_, mover), *_ = verify_engine._engines(asked, sizes, trials.WITH_STOCK)[1]
-    with verify_engine._started(*made, mover, settings) as engine:
+    (_, mover), *_ = verify_engine._engines(asked, sizes, verify_engine.OF_MODEL)[1]
+    with closing(verify_engine.Engine(*made, mover, settings)) as engine:
         for forgets in (True, False):
             checks = list(verify_engine._mover(engine, "x", seen, drafts=False))
             (after,) = [each for each in checks if "after sleep" in each.name]

@@ -35,7 +35,7 @@ def results(text: str) -> dict[str, str]:
     return {row[1]: row[0] for row in rows if row[0] in ("ok", "FAILED", "open")}
 
 
-def test_a_healthy_server(capsys: pytest.CaptureFixture) -> None:
+def test_a_healthy_server(capsys):
     fake = PolicyServer()
     assert verified(fake) == 0
     text = capsys.readouterr().out
@@ -49,7 +49,7 @@ def test_a_healthy_server(capsys: pytest.CaptureFixture) -> None:
     assert {"kv_budget": 128, "kv_interval": 64} in asked
 
 
-def test_a_server_that_keeps_every_token(capsys: pytest.CaptureFixture) -> None:
+def test_a_server_that_keeps_every_token(capsys):
     assert verified(PolicyServer(policy="identity")) == 0
     name = f"{MOVED} of the full KV cache"
     assert results(capsys.readouterr().out)[name] == "ok"
@@ -65,9 +65,7 @@ def test_a_server_that_keeps_every_token(capsys: pytest.CaptureFixture) -> None:
         ("miscounts", f"server: {COUNTS}"),
     ],
 )
-def test_what_is_wrong_is_named(
-    fault: str, check: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_is_wrong_is_named(fault, check, capsys):
     assert verified(PolicyServer(fault)) == 1
     text = capsys.readouterr().out
     assert results(text)[check] == "FAILED" and "NOT HEALTHY" in text
@@ -99,9 +97,7 @@ def test_what_is_wrong_is_named(
         else ""
     ),
 )
-def test_what_cannot_be_judged_is_left_open(
-    fake: PolicyServer, names: list[str], why: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_what_cannot_be_judged_is_left_open(fake, names, why, capsys):
     assert verified(fake) == 0
     text = capsys.readouterr().out
     found = results(text)
@@ -109,7 +105,7 @@ def test_what_cannot_be_judged_is_left_open(
     assert why in text and "NOT HEALTHY" not in text and "nothing failed" in text
 
 
-def test_the_least_budget_that_a_server_names(capsys: pytest.CaptureFixture) -> None:
+def test_the_least_budget_that_a_server_names(capsys):
     fake = PolicyServer(least=164)
     assert verified(fake) == 0
     assert set(results(capsys.readouterr().out).values()) == {"ok"}
@@ -125,9 +121,7 @@ def test_the_least_budget_that_a_server_names(capsys: pytest.CaptureFixture) -> 
         ({}, {"kv_interval": 64}, verify_server.LEAST, "128"),
     ],
 )
-def test_what_is_read_from_refusals_is_there(
-    values: dict, keys: dict, pattern: re.Pattern, told: str
-) -> None:
+def test_what_is_read_from_refusals_is_there(values, keys, pattern, told):
     config = KVPolicyConfig.from_dict({"policy": "expected", **values})
     with pytest.raises(ValueError) as refused:
         config.with_request(keys, block_size=16)
@@ -135,7 +129,7 @@ def test_what_is_read_from_refusals_is_there(
     assert found is not None and found[1] == told
 
 
-def test_a_server_that_dies_is_reported(capsys: pytest.CaptureFixture) -> None:
+def test_a_server_that_dies_is_reported(capsys):
     assert verified(PolicyServer("dies in an event")) == 1
     text = capsys.readouterr().out
     assert results(text) == {"the server answers": "FAILED"}
@@ -143,7 +137,7 @@ def test_a_server_that_dies_is_reported(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("name", ["verify_server", "verify"])
-def test_a_url_needs_no_vllm(name: str) -> None:
+def test_a_url_needs_no_vllm(name):
     module = f"vllm_kvpolicy.commands.{name}"
     code = f"import sys; sys.modules['vllm'] = None; import {module}"
     command = [sys.executable, "-c", code]
@@ -151,7 +145,7 @@ def test_a_url_needs_no_vllm(name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_servers_that_cannot_be_asked(capsys: pytest.CaptureFixture) -> None:
+def test_servers_that_cannot_be_asked(capsys):
     assert verified(PolicyServer("has no policy")) == 2
     assert "expected a server with --kv-policy" in capsys.readouterr().err
     assert verified(PolicyServer(api_key="secret")) == 2
@@ -169,9 +163,7 @@ def test_servers_that_cannot_be_asked(capsys: pytest.CaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("flag", [("--kv-budget", "128"), ("--dtype", "float32")])
-def test_a_server_has_its_own_flags(
-    flag: tuple[str, str], capsys: pytest.CaptureFixture
-) -> None:
+def test_a_server_has_its_own_flags(flag, capsys):
     with pytest.raises(SystemExit):
         command.main(["verify", "http://127.0.0.1:9", *flag])
     assert "leave them out with a URL" in capsys.readouterr().err

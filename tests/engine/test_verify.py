@@ -13,7 +13,7 @@ from vllm_kvpolicy import __main__ as command
 from vllm_kvpolicy.commands import verify as verify_command
 from vllm_kvpolicy.commands import verify_engine as engine
 from vllm_kvpolicy.commands.judge import PASSED
-from vllm_kvpolicy.commands.trials import RAGGED, TRIALS
+from vllm_kvpolicy.commands.trials import TRIALS, Trial
 from vllm_kvpolicy.events import LAST_PHASE, EventPlan
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
 
@@ -52,7 +52,7 @@ def test_a_healthy_engine(tiny_model: Path, capsys: pytest.CaptureFixture) -> No
 
 def test_a_policy_that_moves_is_checked_as_one() -> None:
     config, sizes = verify_command._config({"policy": "identity"}), engine.Sizes(192)
-    (name, values), movers, (policy, _) = engine._engines(config, sizes, RAGGED)
+    (name, values), movers, (policy, _) = engine._engines(config, sizes, Trial())
     assert (name, values, policy) == ("stock vLLM", None, "identity")
     assert [name for name, _ in movers] == ["identity", "identity of own lengths"]
 

@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry
 
 from support.made_events import BLOCK, FIRST
 from vllm_kvpolicy.observe.metrics import (
-    CAUSES,
     Collector,
     CounterFile,
     EngineCounters,
@@ -193,32 +192,6 @@ def test_an_observer_that_is_off_is_counted(folder):
         if sample.name == "kvpolicy_observers_off"
     }
     assert off == {"trace": 1, "live": 1, "counters": 0}
-
-
-def test_events_that_were_called_for_are_told_by_cause_of_each_engine(folder):
-    """All causes from the start; a level and a floor are 0 where there is none."""
-    for index in range(2):
-        file = CounterFile(f"own-{index}", create=True)
-        file.set("called_events_growth", 3 * index)
-        file.set("called_events_priority", 1)
-    file.set("level_tokens", 96)
-    families = Collector({0: "own-0", 1: "own-1"}, "tiny", set()).collect()
-    found = {
-        (sample.name, *(sample.labels.get(name) for name in ("engine", "cause"))): (
-            sample.value
-        )
-        for family in families
-        for sample in family.samples
-    }
-    calls = "kvpolicy_called_events_total"
-    expected = {(calls, "1", "growth"): 3, (calls, "0", "growth"): 0}
-    for engine, level in ("0", 0), ("1", 96):
-        expected[calls, engine, "entering"] = 0
-        expected[calls, engine, "priority"] = 1
-        expected["kvpolicy_level_tokens", engine, None] = level
-        expected["kvpolicy_floor_tokens", engine, None] = 0
-    assert expected.items() <= found.items()
-    assert sum(name == calls for name, *_ in found) == 2 * len(CAUSES)
 
 
 def config_of(index=0, local=1):

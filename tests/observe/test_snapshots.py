@@ -131,16 +131,6 @@ def test_stock_holds_common_starts_of_prompts_once(look):
     assert found["pool"]["stock"] == 4 + 2 + 4 and found["stock_running"] == 3
 
 
-def test_stock_holds_equal_answers_once_each(look):
-    """Six requests with the same prompt of 7 blocks have written the same 6 blocks."""
-    scheduler = scheduler_of([13 * SIZE] * 6)
-    for each in scheduler.running:
-        each.num_prompt_tokens = 7 * SIZE + 1
-        each.block_hashes = scheduler.running[0].block_hashes
-    found = look(scheduler)
-    assert found["pool"]["stock"] == 7 + 6 * 6
-
-
 @pytest.mark.parametrize(
     ("prompts", "computed", "taken"),
     [

@@ -7,17 +7,16 @@ tree and in the build context.
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from posixpath import normpath
 
 import pytest
 
+from support.checkout import ROOT, tracked
 from support.vllm_flags import serve_flags
 from vllm_kvpolicy import compat
 
-ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 import setup_env  # noqa: E402
 
@@ -54,13 +53,6 @@ def copied(image: str) -> list[tuple[str, str]]:
     return pairs
 
 
-def tracked() -> list[str]:
-    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-    answer = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    names = answer.stdout.decode().split("\0")
-    return [name for name in names if name and (ROOT / name).exists()]
-
-
 def is_ignored(path: str, rules: list[str]) -> bool:
     """Apply the rules of a .dockerignore: the last that matches the path counts."""
     parts = path.split("/")
@@ -81,7 +73,8 @@ def ignore_rules() -> list[str]:
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_everything_copied_is_in_the_tree_and_in_the_context(image: str) -> None:
-    rules, names = ignore_rules(), tracked()
+    rules = ignore_rules()
+    names = [path.relative_to(ROOT).as_posix() for path in tracked()]
     assert copied(image)
     for source, _ in copied(image):
         below = [n for n in names if n == source or n.startswith(f"{source}/")]

@@ -68,9 +68,7 @@ def beside(name: str, text: str = "") -> Callable[[release.Archive], None]:
     return lambda archive: archive.files.update({name: text.encode()})
 
 
-def test_a_wheel_as_it_should_be_passes(
-    wheel: release.Archive, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_wheel_as_it_should_be_passes(wheel, capsys):
     for name in ("metadata", "content", "no path of a machine"):
         assert list(release.CHECKS[name](wheel)) == []
 
@@ -82,11 +80,6 @@ def test_a_wheel_as_it_should_be_passes(
             "metadata",
             with_file(f"{INFO}/METADATA", f"Version: {VERSION}", "Version: 9.9"),
             f"is vllm-kvpolicy 9.9, CHANGELOG.md has vllm-kvpolicy {VERSION}",
-        ),
-        (
-            "metadata",
-            with_file(f"{INFO}/METADATA", f"Version: {VERSION}", "Version: x y"),
-            "metadata: 'x y' is invalid for 'version'",
         ),
         ("metadata", without(f"{INFO}/METADATA"), "metadata: "),
         (
@@ -100,17 +93,8 @@ def test_a_wheel_as_it_should_be_passes(
             "does not name its license files",
         ),
         ("content", without(release.CPU_LIBRARY), f"{release.CPU_LIBRARY} is missing"),
-        (
-            "content",
-            without("vllm_kvpolicy/observe/page.html"),
-            "vllm_kvpolicy/observe/page.html is missing",
-        ),
         ("content", beside("tests/test_a.py"), "tests/test_a.py has no place in it"),
-        (
-            "content",
-            beside("vllm_kvpolicy/old.py"),
-            "vllm_kvpolicy/old.py has no place in it",
-        ),
+        ("content", beside("vllm_kvpolicy/x.py"), "vllm_kvpolicy/x.py has no place in"),
         (
             "content",
             with_file("vllm_kvpolicy/plugin.py", "import", "import "),
@@ -128,20 +112,13 @@ def test_a_wheel_as_it_should_be_passes(
         ),
     ],
 )
-def test_what_is_wrong_with_a_wheel_is_found(
-    check: str,
-    change: Callable[[release.Archive], None],
-    told: str,
-    wheel: release.Archive,
-) -> None:
+def test_what_is_wrong_with_a_wheel_is_found(check, change, told, wheel):
     change(wheel)
     found, *_ = release.CHECKS[check](wheel)
     assert found.startswith(told)
 
 
-def test_a_wheel_without_kernels_may_be_meant(
-    wheel: release.Archive, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_without_kernels_may_be_meant(wheel, monkeypatch):
     monkeypatch.setenv("KVPOLICY_CPU", "0")
     del wheel.files[release.CPU_LIBRARY]
     assert list(release.wrong_content(wheel)) == []
@@ -159,9 +136,7 @@ def test_a_wheel_without_kernels_may_be_meant(
         (without(f"{INFO}/entry_points.txt"), "No such file or directory"),
     ],
 )
-def test_a_wheel_has_to_load_alone(
-    change: Callable[[release.Archive], None], told: str, wheel: release.Archive
-) -> None:
+def test_a_wheel_has_to_load_alone(change, told, wheel):
     change(wheel)
     path = wheel.path.with_name(f"vllm_kvpolicy-{VERSION}-py3-none-any.whl")
     with zipfile.ZipFile(path, "w") as file:
@@ -189,9 +164,7 @@ def sdist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> release.Archive:
     return release.Archive.of(path)
 
 
-def test_the_sdist_has_what_a_wheel_is_built_of(
-    sdist: release.Archive, capsys: pytest.CaptureFixture
-) -> None:
+def test_the_sdist_has_what_a_wheel_is_built_of(sdist, capsys):
     assert release.judge(sdist)
     checked = re.findall(r"^  ok +(.*)", capsys.readouterr().out, re.MULTILINE)
     assert checked == [name for name in release.CHECKS if name != "installs alone"]
@@ -208,9 +181,7 @@ def test_the_sdist_has_what_a_wheel_is_built_of(
     ]
 
 
-def test_each_supported_release_is_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_each_supported_release_is_compared(monkeypatch, capsys):
     assert release.judge_surfaces()
     text = capsys.readouterr().out
     for minor in compat.RELEASES:
@@ -224,12 +195,7 @@ def test_each_supported_release_is_compared(
     assert "error:" in text
 
 
-def test_a_failed_check_is_the_status(
-    wheel: release.Archive,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-) -> None:
+def test_a_failed_check_is_the_status(wheel, tmp_path, monkeypatch, capsys):
     (tmp_path / "dist").mkdir()
     (tmp_path / "CHANGELOG.md").write_text(f"## {VERSION}\n")
     monkeypatch.setattr(release, "ROOT", tmp_path)
@@ -260,14 +226,14 @@ def test_a_failed_check_is_the_status(
     assert release.main() == 1
 
 
-def test_make_builds_before_it_checks() -> None:
+def test_make_builds_before_it_checks():
     told = make("--dry-run", "release", "PYTHON=true")
     assert told.returncode == 0, told.stderr
     wheel, checked = told.stdout.index("pip wheel"), told.stdout.index("release.py")
     assert wheel < checked
 
 
-def test_it_neither_signs_nor_uploads() -> None:
+def test_it_neither_signs_nor_uploads():
     """What it runs is Python, pip, and git to ask."""
     source = (ROOT / "scripts" / "release.py").read_text()
     words = re.findall(r"git\(\"(\w+)\"", source)

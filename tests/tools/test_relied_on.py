@@ -3,7 +3,6 @@
 import ast
 import inspect
 import sys
-from contextlib import nullcontext
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -11,7 +10,6 @@ from pkgutil import walk_packages
 from unittest.mock import MagicMock
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
 import vllm_kvpolicy
 from tools.vllm_surface import rows as surface
@@ -21,7 +19,6 @@ from vllm_kvpolicy import compat
 
 PACKAGE = vllm_kvpolicy.__name__
 FLASHINFER = f"{PACKAGE}.worker.backends.flashinfer"
-SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 # Python puts these into classes by itself.
 MADE_BY_PYTHON = {
     "__slotnames__",  # by `copyreg`, once an object was pickled
@@ -75,7 +72,7 @@ def overrides_of(cls):
     """Yield "module:Class.name" of each definition of vLLM that a class stands for."""
     lineage = cls.__mro__
     for index, ours in enumerate(lineage):
-        if ours.__module__.split(".")[0] not in (PACKAGE, __name__):
+        if ours.__module__.split(".")[0] != PACKAGE:
             continue
         names = vars(ours).keys() - MADE_BY_PYTHON
         if "__dataclass_params__" in vars(ours):
@@ -163,27 +160,6 @@ def bind(ours, declared):
     signature.bind(*by_position, **dict.fromkeys(named))
 
 
-@pytest.mark.parametrize(
-    ("declared", "is_borne"),
-    [
-        ("self a b", True),
-        ("self a * b", True),
-        ("self a / b", True),
-        ("self a", False),
-        ("self a b c", False),
-        ("self a * c", False),
-        ("async self a b", False),
-        ("@property self", False),
-        ("@staticmethod self a b", False),
-    ],
-)
-def test_an_override_that_takes_something_else_is_found(declared, is_borne):
-    def ours(self, a, b): ...
-
-    with nullcontext() if is_borne else pytest.raises(TypeError):
-        bind(ours, declared)
-
-
 @pytest.mark.parametrize("minor", compat.RELEASES)
 def test_every_class_can_be_made_with_every_release(modules, minor):
     _, look = open_release(str(RECORDS / f"{minor}.json"))
@@ -197,13 +173,6 @@ def test_every_class_can_be_made_with_every_release(modules, minor):
             assert ours
             for cls in ours:
                 assert set(look(row).split()) <= vars(cls).keys(), cls
-
-
-def test_an_override_without_a_row_is_found():
-    mine = type(
-        "Mine", (Scheduler,), {"get_grammar_bitmask": None, "__module__": __name__}
-    )
-    assert set(overrides_of(mine)) - rows() == {f"{SCHEDULER}.get_grammar_bitmask"}
 
 
 def private_names_of_others():

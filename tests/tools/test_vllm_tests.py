@@ -1,14 +1,12 @@
 """What judges a run of vLLM's own tests: it misses no difference, and no leak."""
 
 import io
-import json
-from types import SimpleNamespace
 
 import pytest
 from vllm.config import ModelConfig
 
 from support.engine.simulator_engine import make_scheduler, random_scenario
-from tools.vllm_tests import LEAST, MODES, STOCK, compare, leaks, swaps
+from tools.vllm_tests import STOCK, compare, leaks
 from tools.vllm_tests.compare import Expected
 from tools.vllm_tests.record import FAILED, PASSED, Record
 
@@ -96,35 +94,3 @@ kvpolicy_events_total{{engine="0"}} 3.0
     monkeypatch.setattr(leaks, "urlopen", lambda url: io.BytesIO(metrics.encode()))
     held = ["vllm:kv_cache_usage_perc is 0.25"] if float(usage) else []
     assert leaks.find_served("http://server/metrics") == (held, 3)
-
-
-@pytest.mark.parametrize("events", [0, 3])
-@pytest.mark.parametrize("mode", ["never", "small"])
-def test_a_server_has_events_where_its_mode_has(mode, events, monkeypatch):
-    class Server:
-        proc = SimpleNamespace(poll=lambda: None)
-        has_ended = False
-
-        def _start_server(self, model, words, environment):
-            self.policy = json.loads(words[-1])["kv_policy"]
-
-        def _shutdown(self):
-            self.has_ended = True
-
-        def url_for(self, path):
-            return path
-
-        get_client = dict
-
-    monkeypatch.setattr(swaps, "_ask_for_more", lambda client: None)
-    monkeypatch.setattr(leaks, "find_served", lambda url: ([], events))
-    swaps.Swaps(MODES[mode]).serve(Server)
-    server = Server()
-    server._start_server("model", [], None)
-    assert server.policy == MODES[mode] | (LEAST if mode == "small" else {})
-    if bool(events) == (mode == "small"):
-        server._shutdown()
-    else:
-        with pytest.raises(ValueError, match=f"{events} events"):
-            server._shutdown()
-    assert server.has_ended

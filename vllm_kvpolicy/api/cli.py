@@ -19,19 +19,14 @@ from vllm_kvpolicy.config_keys import (
     IntegerKey,
     check_pin,
     shown,
+    wrong,
 )
 from vllm_kvpolicy.policies.names import grammar, parse
 
-# Attribute of the parsed command line -> key of the plain form.
-ARGUMENTS = {
-    "kv_policy": "policy",
-    **{f"kv_{key.key}": key.key for key in FLAG_KEYS},
-    "kv_events": "events",
-    "kv_pin": "pin",
-    "kv_policy_config": "policy_config",
-    "kv_live": "live",
-}
-VARIABLES = {f"VLLM_{name.upper()}": name for name in ARGUMENTS}
+# Keys of the plain form that have a flag, `--kv-` and the key.
+KEYS = ("policy", *(key.key for key in FLAG_KEYS), "events", "pin", "policy_config")
+KEYS += ("live",)
+VARIABLES = {f"VLLM_KV_{key.upper()}": key for key in KEYS}
 """Of the environment, by which flags are set where another program starts vLLM."""
 
 
@@ -46,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-policy",
         metavar="NAME",
-        type=_policy_name,
+        type=_type(lambda text: parse(text).name),
         help=f"Policy to use: {grammar(in_full=False)}. Off by default.",
     )
     for key in FLAG_KEYS:
@@ -55,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add(
             f"--kv-{key.key}",
             metavar="TOKENS",
-            type=_integer(key),
+            type=_type(partial(_integer, key)),
             help=told.replace("%", "%%"),
         )
     add(
@@ -70,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-pin",
         metavar="WHAT",
-        type=_pin,
+        type=_type(_pin),
         help="First tokens of each prompt that stay where they are, shared and cached; "
         f"the budget counts what is kept behind them: {SYSTEM} for system messages and "
         f"tools of a chat, {PROMPT} for all, a number of tokens, or {NONE} "
@@ -79,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-policy-config",
         metavar="JSON",
-        type=_json_object,
+        type=_type(_json_object),
         help='Options of the policy, such as \'{"preset": "paper"}\'; they override a '
         'preset. {"allow": [NAME, ...]} lists more policies that requests may '
         'choose; {"trace": FOLDER} records what each event keeps; {"spread_events": '
@@ -98,34 +93,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def given_values(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain form of a parsed command line, or of keyword arguments."""
-    return {
-        key: arguments[name]
-        for name, key in ARGUMENTS.items()
-        if arguments.get(name) is not None
-    }
+    found = {key: arguments.get(f"kv_{key}") for key in KEYS}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the plain form of the flags that are environment variables.
 
     The variable of `--kv-budget` is VLLM_KV_BUDGET; an empty one says nothing, and
-    VLLM_KV_POLICY=none makes all others say nothing.
-
-    Raises:
-        ValueError: naming the variable, its value and what is valid.
+    VLLM_KV_POLICY=none makes all others say nothing. ValueError names a wrong one.
     """
     if environment.get("VLLM_KV_POLICY") == NONE:
         return {}
     found: dict[str, Any] = {}
-    for variable, name in VARIABLES.items():
+    for variable, key in VARIABLES.items():
         text = environment.get(variable)
         if not text:
             continue
         parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
         add_arguments(parser)
-        flag = f"--{name.replace('_', '-')}"
+        flag = f"--kv-{key.replace('_', '-')}"
         try:
-            if name == "kv_live":
+            if key == "live":
                 words = {"0": [], "1": [flag]}.get(text)
                 if words is None:
                     raise ValueError(f"got {text!r}, expected 0 or 1")
@@ -153,8 +142,7 @@ def merge(
         `additional_config` itself where nothing is given, else a new dict.
 
     Raises:
-        ValueError: `additional_config` cannot hold values, or holds something else
-            under our key.
+        ValueError: `additional_config` is no mapping, or has none under our key.
     """
     has_own = isinstance(additional_config, Mapping) and CONFIG_KEY in additional_config
     if not given and not (under if has_own else "policy" in under):
@@ -175,42 +163,35 @@ def merge(
     return merged
 
 
-def _policy_name(text: str) -> str:
-    try:
-        return parse(text).name
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _type(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return argparse's `type` of a function whose ValueErrors say what is wrong."""
 
-
-def _integer(key: IntegerKey) -> Callable[[str], int]:
-    def convert(text: str) -> int:
-        value: Any = text
-        with suppress(ValueError):  # the check names what is no number
-            value = int(text)
+    def convert(text: str) -> Any:
         try:
-            return key.check(value, f"kv_{key.key}")
+            return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return convert
 
 
+def _integer(key: IntegerKey, text: str) -> Any:
+    value: Any = text
+    with suppress(ValueError):  # the check names what is no number
+        value = int(text)
+    return key.check(value, f"kv_{key.key}")
+
+
 def _pin(text: str) -> str | int:
     value = int(text) if text.isascii() and text.isdigit() else text
-    try:
-        check_pin("kv_pin", value)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    check_pin("kv_pin", value)
     return value
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    try:
+    value = None
+    with suppress(ValueError, RecursionError):
         value = json.loads(text)
-    except (ValueError, RecursionError):
-        value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(
-            f"kv_policy_config: got {shown(text)}, expected a JSON object"
-        )
+        raise wrong("kv_policy_config", text, "a JSON object")
     return value

@@ -51,11 +51,7 @@ TABLES_PART = 32  # of a device's memory one such part is for the page lists of 
 
 @contextmanager
 def errors(is_command: bool) -> Iterator[None]:
-    """Answer a wrong command line as argparse does; Python code gets the ValueError.
-
-    Raises:
-        SystemExit: with status 2, in place of a ValueError.
-    """
+    """Answer a wrong command line as argparse does; Python code gets the ValueError."""
     try:
         yield
     except ValueError as error:
@@ -83,24 +79,20 @@ def read_command_line(engine_args: Any, args: Any) -> None:
 
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
-    """Return the policy that arguments ask for, None for none.
+    """Return the policy that arguments ask for, None for none; or ValueError.
 
     What the user left open and the policy depends on is chosen here, in `engine_args`.
-
-    Raises:
-        ValueError: the policy is not valid, or cannot run on this machine.
     """
     with errors(_is_command(engine_args)):
         under = cli.from_environment(compat.policy_variables())
         additional = cli.merge(engine_args.additional_config, {}, under)
-    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
-    if values is None:
-        if under:
-            given = compat.policy_variables().items()
-            said = ", ".join(k for k, text in given if text and k in cli.VARIABLES)
-            logger.warning("%s: without a policy this changes nothing", said)
-        return None
-    with errors(_is_command(engine_args)):
+        values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+        if values is None:
+            if under:
+                given = compat.policy_variables().items()
+                said = ", ".join(k for k, text in given if text and k in cli.VARIABLES)
+                logger.warning("%s: without a policy this changes nothing", said)
+            return None
         _check_name(additional)
         config = KVPolicyConfig.from_dict(values)
         # Other refusals read a VllmConfig that only a known version is sure to have.
@@ -140,7 +132,10 @@ def finish(
         config = settled(vllm_config)
         config.validate_block_size(own_block_size(vllm_config))
         check_drafts(config, vllm_config)
-        _name_classes(vllm_config)
+        parallel = vllm_config.parallel_config
+        own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
+        parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
+        _name_scheduler(vllm_config.scheduler_config, compat.SCHEDULER_CLASSES)
         vllm_config.instance_id = server_name(unique, config)
         remove_stale_files_at_exit()
         if compat.is_first_process(engine_args):
@@ -159,11 +154,7 @@ def finish_stock(vllm_config: Any, is_command: bool) -> None:
 
 
 def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
-    """Check what each word of the policies reads, and the folder of a trace.
-
-    Raises:
-        ValueError: naming key, path, what was found and what is expected.
-    """
+    """Check what each word of the policies reads, and the folder of a trace."""
     # Here and not above: a vLLM that is only installed beside us loads no policy.
     from vllm_kvpolicy.policies.compose import assemble
 
@@ -183,29 +174,18 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
 
 
 def refuse_plain(model_config: Any, served: Iterable[str] = ()) -> None:
-    """Refuse a model that must not be served without an admission.
-
-    Args:
-        served: admissions of the server's policies; none for a plain server.
-
-    Raises:
-        ValueError: saying what to add.
-    """
+    """Raise ValueError for a model that needs an admission that is not `served`."""
     for word in OWN_MODELS:
         if word not in served:
             models_of(word).refuse_plain(model_config)
 
 
-def missing_architecture(engine_args: Any) -> str | None:
+def missing_architecture(config: Mapping[str, Any]) -> str | None:
     """Return the architecture of a model whose config.json leaves it out.
 
     vLLM would take one for the model without its output layer, which cannot generate.
-    None where no admission knows the model, or there is no config.json.
-
-    Raises:
-        ValueError: a word knows the model but does not support its type.
+    None where no admission knows the model; ValueError for a type that none supports.
     """
-    config = config_json(engine_args)
     if not config or config.get("architectures"):
         return None
     found = (models_of(word).missing_architecture(config) for word in OWN_MODELS)
@@ -251,20 +231,17 @@ def _is_command(engine_args: Any) -> bool:
 
 
 def _name_scheduler(scheduler: Any, classes: Mapping[bool, str]) -> None:
-    """Name the class that schedules as vLLM would without it."""
     scheduler.scheduler_cls = classes[bool(scheduler.async_scheduling)]
 
 
 def _choose(engine_args: Any) -> None:
-    """Choose what the user left open and a policy depends on."""
-    overrides = engine_args.hf_overrides or {}
+    model, overrides = config_json(engine_args), engine_args.hf_overrides or {}
     if isinstance(overrides, dict) and "architectures" not in overrides:
-        missing = missing_architecture(engine_args)
+        missing = missing_architecture(model)
         if missing is not None:
             engine_args.hf_overrides = {**overrides, "architectures": [missing]}
             logger.info("config.json names no architecture, served as %s", missing)
     platform = compat.platform_name()
-    model = config_json(engine_args)
     if engine_args.block_size is None and not compat.caches_latents(model):
         engine_args.block_size = compat.BLOCK_TOKENS.get(platform)
     chosen = (engine_args.attention_backend, engine_args.attention_config.backend)
@@ -295,7 +272,6 @@ def _limit_requests(vllm_config: Any) -> None:
 
 
 def _tell_chosen(vllm_config: Any, config: KVPolicyConfig) -> None:
-    """Say what attention and compaction run with."""
     backend = vllm_config.attention_config.backend
     logger.info(
         "KV policy %s: block size %s, attention backend %s",
@@ -320,7 +296,6 @@ def _serve_as_full_attention(vllm_config: Any) -> None:
 
 
 def _tell_evidence() -> None:
-    """Warn where policies start with a vLLM that no test has run with."""
     version = compat.vllm_version()
     if compat.minor_release(version) != compat.TESTED_VLLM:
         evidence = compat.release_of(version).evidence
@@ -328,7 +303,6 @@ def _tell_evidence() -> None:
 
 
 def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
-    """Raise ValueError with every reason at once, if there is any."""
     if reasons:
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         raise ValueError(
@@ -336,21 +310,10 @@ def _refuse(config: KVPolicyConfig, reasons: list[str]) -> None:
         )
 
 
-def _name_classes(vllm_config: Any) -> None:
-    """Name our worker and our scheduler."""
-    parallel = vllm_config.parallel_config
-    own = parallel.worker_cls  # of vLLM's by platform, or ours where it was named
-    parallel.worker_cls = compat.WORKER_CLASSES.get(own, own)
-    _name_scheduler(vllm_config.scheduler_config, compat.SCHEDULER_CLASSES)
-
-
 def _check_deciders(config: KVPolicyConfig) -> None:
     """Raise ValueError where two admissions decide while tokens are computed."""
-    deciding = {
-        policy.info.name.partition("+")[0]
-        for policy in config.all_resolved
-        if policy.decides
-    }
+    policies = (each for each in config.all_resolved if each.decides)
+    deciding = {each.info.name.partition("+")[0] for each in policies}
     if len(deciding) > 1:
         always = ", ".join(name for name, word in ADMISSIONS.items() if word.decides)
         raise ValueError(

@@ -12,9 +12,7 @@ from vllm_kvpolicy.policies.fingerprint import fingerprint
 def server_name(unique: str, config: KVPolicyConfig) -> str:
     """Return the instance id of the engines that one command line starts.
 
-    Args:
-        unique: shared by the processes of that command line.
-        config: of which the name carries a digest: all but the trace.
+    Its processes share `unique`; the digest is of all of `config` but the trace.
     """
     return f"{unique}-{fingerprint(config)[:16]}"
 
@@ -24,9 +22,7 @@ def note_ready(vllm_config: Any, message: bytes) -> None:
 
     Engines of other command lines, as on other hosts, send it too. The VllmConfig of
     the API process keeps the size of the smallest pool; vLLM keeps the sum of all.
-
-    Raises:
-        ValueError: the engine runs another policy than this process expects.
+    ValueError where the engine runs another policy than this process expects.
     """
     if not message:
         return

@@ -8,30 +8,13 @@ the user's cache folder, by device and by the versions of what it relied on.
 
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api.guards import (
-    FLASHINFER,
-    Question,
-    backends,
-    has_adapters,
-    has_latents,
-    has_sinks,
-    has_states,
-    has_two_sizes,
-    is_float8,
-    is_on_gpu,
-    mixes_windows,
-    several,
-    sleeps,
-    speculates_by,
-)
+from vllm_kvpolicy.api import guards
 
 logger = init_logger("vllm.kv_policy")
 FILE = "verified.json"
@@ -43,15 +26,13 @@ class Feature:
     """Something that a server may use.
 
     Args:
-        name: as `vllm-kvpolicy verify --feature` takes it.
+        name: as `vllm-kvpolicy verify --feature` takes it, where it has a trial.
         what: as a reader of vLLM's documentation knows it.
-        applies: tells from a finished VllmConfig whether a server uses it.
-        has_trial: whether `verify` can serve it by itself.
     """
 
     name: str
     what: str
-    applies: Question
+    applies: guards.Question
     has_trial: bool = True
 
 
@@ -61,29 +42,36 @@ FEATURES = (
         "GPUs other than NVIDIA's Hopper (compute capability 9.0)",
         lambda config: compat.gpu_capability() != (9, 0),
     ),
-    Feature("fp8", "FP8 KV caches", is_float8),
+    Feature("fp8", "FP8 KV caches", guards.is_float8),
     Feature(
         "windows",
         "sliding-window layers",
-        lambda config: mixes_windows(config) and not has_two_sizes(config),
+        guards.all_of(guards.mixes_windows, lambda c: not guards.has_two_sizes(c)),
     ),
-    Feature("heads", "heads of two sizes (Gemma 4)", has_two_sizes),
-    Feature("sinks", "learned sinks", has_sinks),
-    Feature("states", "layers with a state (Mamba, gated delta nets)", has_states),
-    Feature("latents", "latent vectors (MLA)", has_latents),
-    Feature("ngram", "n-gram speculation", speculates_by("ngram")),
-    Feature("suffix", "speculation by suffix trees", speculates_by("suffix")),
-    Feature("flashinfer", "FlashInfer", lambda config: FLASHINFER in backends(config)),
-    Feature("sleep", "sleep mode", sleeps),
-    Feature("lora", "LoRA adapters", has_adapters, has_trial=False),
-    Feature("ranks", "tensor parallelism", several("tensor_parallel"), has_trial=False),
+    Feature("heads", "heads of two sizes (Gemma 4)", guards.has_two_sizes),
+    Feature("sinks", "learned sinks", guards.has_sinks),
+    Feature(
+        "states", "layers with a state (Mamba, gated delta nets)", guards.has_states
+    ),
+    Feature("latents", "latent vectors (MLA)", guards.has_latents),
+    Feature("ngram", "n-gram speculation", guards.speculates_by("ngram")),
+    Feature("suffix", "speculation by suffix trees", guards.speculates_by("suffix")),
+    Feature("flashinfer", "FlashInfer", guards.uses_flashinfer),
+    Feature("sleep", "sleep mode", guards.sleeps),
+    Feature("lora", "LoRA adapters", guards.has_adapters, has_trial=False),
+    Feature(
+        "ranks",
+        "tensor parallelism",
+        guards.several("tensor_parallel"),
+        has_trial=False,
+    ),
 )
 """What no run on a GPU has shown, or one check in float32 alone; CPUs are tested."""
 
 
 def untested(vllm_config: Any) -> list[Feature]:
     """Return what a server uses and nobody has seen to work on this device."""
-    if not is_on_gpu(vllm_config):
+    if not guards.is_on_gpu(vllm_config):
         return []
     passed = verified()
     return [
@@ -108,26 +96,21 @@ def tell_untested(vllm_config: Any) -> None:
 
 
 def verified() -> set[str]:
-    """Return the names of features that `verify` has found to work on this device."""
     return set(_read().get(_here(), ()))
 
 
-def remember(names: Iterable[str]) -> None:
-    """Note that features work here; who cannot write there is told again next time."""
+def remember(name: str) -> None:
+    """Note that a feature works here; who cannot write it down is told again."""
     found = _read()
-    found[_here()] = sorted({*found.get(_here(), ()), *names})
+    found[_here()] = sorted({*found.get(_here(), ()), name})
     try:
-        path = _path()
+        path = compat.cache_folder() / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
         part.write_text(json.dumps(found, indent=1))
         part.replace(path)
     except (OSError, RuntimeError) as error:
         logger.warning("cannot remember what was verified: %s", error)
-
-
-def _path() -> Path:
-    return compat.cache_folder() / FILE
 
 
 def _here() -> str:
@@ -138,7 +121,7 @@ def _here() -> str:
 def _read() -> dict[str, list[str]]:
     """Return names by device and versions; a file that is broken holds none."""
     try:
-        found = json.loads(_path().read_text())
+        found = json.loads((compat.cache_folder() / FILE).read_text())
     except (OSError, ValueError, RuntimeError):  # the last: nobody knows a home
         return {}
     if not isinstance(found, dict):

@@ -69,13 +69,14 @@ class _Lists(dict[str, str]):
         )
 
 
+# -- questions that are made of names, and of other questions --------------------------
+
+
 def all_of(*questions: Question) -> Question:
-    """Return the question whether all hold; each is asked if those before it do."""
     return lambda config: all(question(config) for question in questions)
 
 
 def any_of(*questions: Question) -> Question:
-    """Return the question whether one of them holds."""
     return lambda config: any(question(config) for question in questions)
 
 
@@ -90,37 +91,35 @@ def of_policies(question: Callable[[KVPolicyConfig], object]) -> Question:
 
 
 def has_word_with(attribute: str) -> Question:
-    """Return the question whether one of the server's policies has such a word."""
     return of_policies(lambda server: any(map(attrgetter(attribute), server.words)))
 
 
+def has_part(name: str) -> Question:
+    part = attrgetter(f"info.{name}")
+    return of_policies(lambda server: any(map(part, server.all_resolved)))
+
+
 def on(field: str) -> Question:
-    """Return the question whether a field such as "model_config.use_mla" is set."""
     return attrgetter(field)
 
 
 def off(field: str) -> Question:
-    """Return the question whether a field is not set."""
     return lambda config: not attrgetter(field)(config)
 
 
 def several(name: str) -> Question:
-    """Return the question whether a size of the parallel configuration is above 1."""
     return lambda config: getattr(config.parallel_config, f"{name}_size") > 1
 
 
 def speculates_by(method: str) -> Question:
-    """Return the question whether drafts come from a method of vLLM."""
     return lambda config: getattr(config.speculative_config, "method", None) == method
 
 
 def given(field: str) -> Question:
-    """Return the question whether a field is anything but None."""
     return lambda config: attrgetter(field)(config) is not None
 
 
 def text_has(field: str) -> Question:
-    """Return the question whether the model's own configuration sets a field."""
     return lambda config: _text(config, field)
 
 
@@ -129,7 +128,6 @@ def is_float8(config: Any) -> bool:
 
 
 def is_on_gpu(config: Any) -> bool:
-    """Return whether this machine's platform is not the CPU."""
     return compat.platform_name() != "cpu"
 
 
@@ -138,9 +136,7 @@ is_fitted, reads_rotations = has_word_with("fitted"), has_word_with("rotates")
 has_sinks = compat.has_learned_sinks
 # Heads may keep different numbers of tokens.
 is_ragged = of_policies(attrgetter("is_ragged"))
-selects = of_policies(
-    lambda server: any(each.info.selection for each in server.all_resolved)
-)
+admits, selects = has_part("admission"), has_part("selection")
 speculates = given("speculative_config")
 has_adapters = given("lora_config")
 transfers_weights = given("weight_transfer_config")
@@ -186,7 +182,6 @@ def _unlike_drafter(config: Any) -> bool:
 
 
 def _drafts_in_windows(config: Any) -> bool:
-    """Return whether a layer that drafts is of another kind than full attention."""
     drafter = SimpleNamespace(model_config=config.speculative_config.draft_model_config)
     return not set(layer_kinds(drafter)) <= {FULL}
 
@@ -204,6 +199,16 @@ def backends(config: Any) -> set[str]:
     attention = config.attention_config
     chosen = [attention.backend, *attention.backend_per_kind.values()]
     return {backend.name for backend in chosen if backend is not None}
+
+
+def _has_other_backend(config: Any) -> bool:
+    is_latent = config.model_config.use_mla
+    served = compat.LATENT_BACKENDS if is_latent else compat.ATTENTION_BACKENDS
+    return not backends(config) <= {*served}
+
+
+def uses_flashinfer(config: Any) -> bool:
+    return FLASHINFER in backends(config)
 
 
 def _splits_heads(config: Any) -> bool:
@@ -267,7 +272,6 @@ def _is_one_of(names: tuple[str, ...], config: Any) -> bool:
 
 
 def _attends_by_itself(config: Any) -> bool:
-    """Return whether layers are of classes of the model's own."""
     num_sinks = _text(config, "param_sink_number")
     return bool(num_sinks) or _is_one_of(compat.OWN_ATTENTION, config)
 
@@ -415,13 +419,13 @@ REFUSALS = (
     ),
     Refusal(
         "other attention backends",
-        lambda config: not backends(config) <= compat.served_backends(config),
+        _has_other_backend,
         f"leave out --attention-backend ({', '.join(compat.ATTENTION_BACKENDS)} work, "
         f"and {', '.join(compat.LATENT_BACKENDS)} with MLA)",
     ),
     Refusal(
         "FlashInfer with per-head lengths ({ragged})",
-        all_of(lambda config: FLASHINFER in backends(config), is_ragged),
+        all_of(uses_flashinfer, is_ragged),
         "leave out --attention-backend",
     ),
     Refusal(
@@ -432,10 +436,7 @@ REFUSALS = (
     ),
     Refusal(
         f"{_SELECTING} on more ranks than KV heads",
-        all_of(
-            selects,
-            _splits_heads,
-        ),
+        all_of(selects, _splits_heads),
         "set --tensor-parallel-size to the model's KV heads or less: a page's score is "
         "over all query heads of a KV head",
     ),
@@ -490,11 +491,7 @@ REFUSALS = (
                 on("speculative_config.parallel_drafting"),
                 on("speculative_config.disable_padded_drafter_batch"),
                 selects,
-                of_policies(
-                    lambda server: any(
-                        each.info.admission for each in server.all_resolved
-                    )
-                ),
+                admits,
                 is_fitted,
                 has_adapters,
                 is_float8,
@@ -598,10 +595,7 @@ REFUSALS = (
     ),
     Refusal(
         "FlashInfer with layers that have a state, or heads of two sizes",
-        all_of(
-            lambda config: FLASHINFER in backends(config),
-            any_of(has_states, has_two_sizes),
-        ),
+        all_of(uses_flashinfer, any_of(has_states, has_two_sizes)),
         "leave out --attention-backend: their superblocks are too large for it",
     ),
     Refusal(
@@ -903,7 +897,6 @@ def machine_refusals() -> list[str]:
 def refusals(vllm_config: Any) -> list[str]:
     """Return every reason why a policy cannot run, each with what to change.
 
-    Args:
-        vllm_config: the finished VllmConfig, before or after our classes are in it.
+    Of a finished VllmConfig, before or after our classes are in it.
     """
     return [f"{row.name}: {row.change}" for row in REFUSALS if row.applies(vllm_config)]

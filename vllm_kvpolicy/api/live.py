@@ -82,7 +82,7 @@ def facts(vllm_config: Any) -> dict[str, Any]:
     return {
         **values,
         "budget": config.budget_tokens,
-        "budget_text": config.budget_text,
+        "budget_text": config.budget_word if config.budget_share else None,
         "options": options,
         "model": served[0] if isinstance(served, list) else served,
         "block_size": own_block_size(vllm_config),

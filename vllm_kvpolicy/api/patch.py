@@ -15,16 +15,9 @@ from typing import Any
 from vllm.usage.usage_lib import UsageContext
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.api import (
-    chats,
-    cli,
-    engine_config,
-    engines,
-    live,
-    request_guards,
-)
+from vllm_kvpolicy.api import chats, cli, engine_config, engines, live, request_guards
 from vllm_kvpolicy.api import patch_table as table
-from vllm_kvpolicy.config_values import has_policy
+from vllm_kvpolicy.config_values import server_config
 from vllm_kvpolicy.observe.metrics import exposition, register
 from vllm_kvpolicy.sizes import settled
 
@@ -43,9 +36,7 @@ def install() -> None:
 def _wrap(patch: table.Patch, make: Callable[[Callable], Callable]) -> None:
     """Put a wrapper in the place of a function, once.
 
-    Args:
-        make: returns the wrapper of the function that it is given; for a class method
-            both take the class first.
+    `make` makes it of the function; for a class method both take the class first.
     """
     owner, name = patch.resolve()
     raw = inspect.getattr_static(owner, name)
@@ -105,7 +96,6 @@ def _with_policy(original: Callable) -> Callable:
 
 
 def _wrap_server() -> None:
-    """Wrap what only servers and batches use."""
     _wrap(table.ATTACH_METRICS, _with_counters)
     _wrap(table.GENERATE, _with_early_check)
     _wrap(table.PREPROCESS_CHAT, _with_chat_tokens)
@@ -116,10 +106,11 @@ def _wrap_server() -> None:
 
 def _with_engine_check(original: Callable) -> Callable:
     def apply_ready_response(self: Any, payload: bytes) -> None:
-        if has_policy(self.vllm_config):
+        has_policy = server_config(self.vllm_config) is not None
+        if has_policy:
             engines.note_ready(self.vllm_config, payload)
         original(self, payload)
-        if has_policy(self.vllm_config):
+        if has_policy:
             settled(self.vllm_config, engines.smallest_pool(self.vllm_config))
 
     return apply_ready_response
@@ -136,14 +127,28 @@ def _with_request_check(original: Callable) -> Callable:
     return process_inputs
 
 
-def _with_early_check(original: Callable) -> Callable:
-    def generate(
-        self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        request_guards.check_early(self, prompt, sampling_params)
-        return original(self, prompt, sampling_params, *args, **kwargs)
+def _checked_by(check: Callable[..., None]) -> Callable[[Callable], Callable]:
+    """Return what wraps a method of which `check` gets the arguments first."""
 
-    return generate
+    def make(original: Callable) -> Callable:
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            check(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+
+        return checked
+
+    return make
+
+
+_with_early_check = _checked_by(request_guards.check_early)
+_with_early_response_check = _checked_by(
+    lambda self, request_id, engine_input, sampling_params, *_, **__: (
+        request_guards.check_early(self.engine_client, engine_input, sampling_params)
+    )
+)
+_with_beam_check = _checked_by(
+    lambda self, *_, **__: request_guards.check_beam_search(self.vllm_xargs)
+)
 
 
 def _with_chat_tokens(original: Callable) -> Callable:
@@ -168,31 +173,6 @@ def _with_chat_tokens(original: Callable) -> Callable:
     return preprocess_chat
 
 
-def _with_early_response_check(original: Callable) -> Callable:
-    def generate_with_builtin_tools(
-        self: Any,
-        request_id: str,
-        engine_input: Any,
-        sampling_params: Any,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        request_guards.check_early(self.engine_client, engine_input, sampling_params)
-        return original(
-            self, request_id, engine_input, sampling_params, *args, **kwargs
-        )
-
-    return generate_with_builtin_tools
-
-
-def _with_beam_check(original: Callable) -> Callable:
-    def to_beam_search_params(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request_guards.check_beam_search(self.vllm_xargs)
-        return original(self, *args, **kwargs)
-
-    return to_beam_search_params
-
-
 def _with_counters(original: Callable) -> Callable:
     def attach_router(app: Any) -> None:
         from starlette.routing import Route
@@ -204,7 +184,7 @@ def _with_counters(original: Callable) -> Callable:
         def metrics(request: Any) -> Any:
             vllm_config = getattr(request.app.state, "vllm_config", None)
             is_ours = vllm_config is not None and (
-                has_policy(vllm_config) or engine_config.is_counted(vllm_config)
+                server_config(vllm_config) or engine_config.is_counted(vllm_config)
             )
             text = exposition(registry, vllm_config if is_ours else None, missed)
             return owner.PrometheusResponse(text)

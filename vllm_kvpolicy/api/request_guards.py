@@ -1,4 +1,7 @@
-"""Checks one request in the API process, so that a bad one never reaches the engine."""
+"""Checks one request in the API process, so that a bad one never reaches the engine.
+
+What is wrong is a `KVPolicyRequestError`, or a ValueError within `client_errors`.
+"""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
@@ -12,12 +15,7 @@ from vllm_kvpolicy.api.engines import smallest_pool
 from vllm_kvpolicy.config import PER_REQUEST_OFF, KVPolicyConfig
 from vllm_kvpolicy.config_keys import NONE, PROMPT, SYSTEM, request_keys, wrong
 from vllm_kvpolicy.config_values import server_config
-from vllm_kvpolicy.sizes import (
-    check_drafts,
-    most_blocks,
-    other_groups,
-    own_block_size,
-)
+from vllm_kvpolicy.sizes import check_drafts, most_blocks, other_groups, own_block_size
 
 # What is refused per request and what to change; the documentation lists it.
 REQUEST_REFUSALS = {
@@ -43,9 +41,6 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
         processor: vLLM's InputProcessor.
         request: the EngineCoreRequest that it has made of `params`, of a request that
             samples or pools.
-
-    Raises:
-        KVPolicyRequestError: a resumable session, or what `check_params` refuses.
     """
     server = server_config(processor.vllm_config)
     if server is None:
@@ -62,21 +57,21 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
             _check_once(params, prompt_tokens, processor.vllm_config, server)
 
 
-def check_early(engine: Any, prompt: Any, params: Any) -> None:
+def check_early(
+    engine: Any, prompt: Any, sampling_params: Any, *_: Any, **__: Any
+) -> None:
     """Check a request whose answer has not begun, its prompt as far as it is known.
 
     Args:
-        engine: vLLM's AsyncLLM.
+        engine: vLLM's AsyncLLM, of whose `generate` these are the parameters.
         prompt: text, or a mapping that may hold `prompt_token_ids`.
-
-    Raises:
-        KVPolicyRequestError: what `check_params` refuses.
     """
     server = server_config(engine.vllm_config)
     if server is not None:
         known = isinstance(prompt, dict) and prompt.get("prompt_token_ids")
         with client_errors():
-            _check_once(params, len(known or ()), engine.vllm_config, server)
+            tokens = len(known or ())
+            _check_once(sampling_params, tokens, engine.vllm_config, server)
 
 
 def _check_once(
@@ -111,13 +106,7 @@ def check_params(
     Stock vLLM guarantees at start-up that one request of max_model_len fits. With a
     policy the pool may be smaller; a request that outgrows it, because it switches the
     policy off or because much of it is pinned, would wait or restart for ever.
-
-    Args:
-        prompt_tokens: length of the prompt, 0 where it is not known yet.
-
-    Raises:
-        ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
-            than the pool.
+    `prompt_tokens` are 0 where they are not known yet.
     """
     longest = vllm_config.model_config.max_model_len
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
@@ -195,11 +184,7 @@ def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
 
 
 def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a beam search whose `vllm_xargs` have keys that it would not follow.
-
-    Raises:
-        KVPolicyRequestError: naming the first such key, or one that is unknown.
-    """
+    """Refuse a beam search whose `vllm_xargs` have keys that it would not follow."""
     with client_errors():
         for key in request_keys(extra_args):
             raise ValueError(

@@ -66,10 +66,7 @@ class Life:
 
     @property
     def after_event(self) -> int | None:
-        """Most superblocks held right after an event in the answer; None without one.
-
-        Wherever the event lies in its block.
-        """
+        """Most superblocks right after an event in the answer, wherever in a block."""
         events = self._in_phase((1 << PHASE_BITS) - 1).events
         if events.first_decode_event >= self.num_tokens:
             return None
@@ -79,8 +76,7 @@ class Life:
     def levels(self, phase: int, settled: bool = False) -> np.ndarray:
         """Return superblocks while each token from `first` on is computed.
 
-        Args:
-            settled: stop where what requests of all phases hold begins to repeat.
+        With `settled` up to where what requests of all phases hold begins to repeat.
         """
         events, last = self.footprint.events, self.num_tokens
         if settled:

@@ -28,9 +28,7 @@ def new_figure(
     """Return a figure and its panels [rows * columns], row by row; sizes are in inches.
 
     All panels share the x axis; with several columns they share the y axis, too.
-
-    Raises:
-        ValueError: matplotlib is not installed.
+    ValueError without matplotlib.
     """
     try:
         from matplotlib.figure import Figure
@@ -148,7 +146,6 @@ def retention_curves(
     Args:
         retention: by policy, shares in bins of equal width, oldest first; in each panel
             the other policies are grey.
-        title: shown above; None for no title.
     """
     columns = min(CURVE_COLUMNS, len(retention))
     rows = -(-len(retention) // columns)

@@ -36,15 +36,12 @@ def frame(
     most_rows: int | None,
     trouble: str = "",
 ) -> RenderableType:
-    """Return a frame.
+    """Return a frame; LookupError where the server tells less than this version's.
 
     Args:
         rates: by the names of `RATES`, a second; None where the server does not tell.
         most_rows: requests that are listed; None for all.
         trouble: why what is shown is old, empty where it is not.
-
-    Raises:
-        LookupError: the server tells less than the live routes of this version.
     """
     grid = Table.grid(padding=(0, 2))
     grid.add_row("server", _server(facts, trouble))
@@ -66,7 +63,6 @@ def frame(
 
 
 def _server(facts: Facts, trouble: str) -> Text:
-    """Return what a server is."""
     budget = f"{facts['budget']:,} tokens per KV head"
     if share := facts.get("budget_text"):
         budget = f"{share} of each request, at most {budget}"
@@ -109,10 +105,7 @@ def _pool(engine: Engine, block_size: int) -> Text:
 
 
 def level_of(engine: Engine) -> float:
-    """Return the level of an engine's last calls, 0 where no request that runs is cut.
-
-    It is tokens per KV head.
-    """
+    """Return to how many tokens per KV head calls cut; 0 where nobody is cut."""
     is_cut = any(row["running"] and not row["uncut"] for row in engine["requests"])
     return engine["counters"].get("level_tokens", 0) if is_cut else 0
 
@@ -129,7 +122,6 @@ def held_at_level(engine: Engine, block_size: int) -> float:
 
 
 def _counts(engines: Sequence[Engine]) -> str:
-    """Return how many requests run and wait."""
     running, waiting, could = (
         sum(engine[name] for engine in engines)
         for name in ("running", "waiting", "stock_running")

@@ -7,7 +7,6 @@ MEMORY = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", re.IGNORECASE)
 
 
 def positive(text: str) -> int:
-    """Return an integer of at least 1."""
     value = int(text) if text.isascii() and text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer >= 1")

@@ -27,7 +27,7 @@ class Answer:
     Args:
         events: how many it had; None where it does not say so.
         close: by how many nats the best token was ahead of the next, and which that
-            was, for each output token; none where that was not asked for.
+            was, for each output token, where that was asked for.
     """
 
     tokens: tuple[int, ...]
@@ -49,9 +49,7 @@ def first_difference(
 ) -> tuple[int, int] | None:
     """Return where tokens of the same requests first differ; None for nowhere.
 
-    Returns:
-        Index of the request, and of the first output token that is not the same, or is
-        there in one list only.
+    That is the request, and the output token that differs or is in one list only.
     """
     for request, pair in enumerate(zip(expected, found, strict=True)):
         places = enumerate(zip_longest(*pair))
@@ -68,8 +66,8 @@ def widest_lead(expected: Sequence[Answer], found: Sequence[Answer]) -> float:
     Behind that answers are of different texts.
 
     Returns:
-        Nats, the most of all requests; 0 where no answer differs, infinity where one
-        has anything but stock's second best token, or `close` is not known.
+        Nats; 0 where no answer differs, infinity where one has anything but stock's
+        second best token, or `close` is not known.
     """
     leads = [0.0]
     for answer, other in zip(expected, found, strict=True):
@@ -134,11 +132,7 @@ def same_tokens(
 
 
 def is_steady(level: float, most: float) -> Check:
-    """Judge whether stock gives about the same answers alone as in company.
-
-    Args:
-        level: nats, by which other answers may differ from them.
-    """
+    """Judge whether stock gives about the same answers alone as in company, by nats."""
     figures = f"tokens closer than {level:.2f} nats count as level"
     return _check("answers do not depend on company", level <= most, figures)
 
@@ -162,7 +156,6 @@ def drafts_are_taken(answers: Sequence[Answer], grown: Counters) -> Check:
 
 
 def memory_returns(grown: Counters) -> Check:
-    """Judge whether events drop tokens and give superblocks back."""
     names = ("events", "tokens_dropped", "blocks_returned")
     events, dropped, returned = (grown[name] for name in names)
     figures = (
@@ -174,7 +167,6 @@ def memory_returns(grown: Counters) -> Check:
 
 
 def pool_is_free(where: str, held: int) -> Check:
-    """Judge whether all superblocks are free after the last request."""
     name = f"{where}: all superblocks are free at the end"
     return _check(name, held == 0, f"{held} superblocks still held")
 

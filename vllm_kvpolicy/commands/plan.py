@@ -9,7 +9,7 @@ from operator import or_
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvpolicy import compat
+from vllm_kvpolicy import compat, sizes
 from vllm_kvpolicy.api import cli
 from vllm_kvpolicy.block_manager.planner import RequestPlan, RequestState
 from vllm_kvpolicy.commands.capacity import Life, most_at_once
@@ -21,22 +21,6 @@ from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import Footprint
 from vllm_kvpolicy.policies.base import Needs
 from vllm_kvpolicy.policies.compose import assemble
-from vllm_kvpolicy.sizes import (
-    FULL,
-    SLIDING,
-    STATE,
-    OtherGroups,
-    auto_budget,
-    full_layers,
-    has_other_values,
-    kv_heads,
-    layer_kinds,
-    max_blocks_per_request,
-    most_of_share,
-    other_groups,
-    own_block_size,
-    query_rows,
-)
 from vllm_kvpolicy.worker.setup import SideTables
 
 # -- the command ---------------------------------------------------------------
@@ -72,22 +56,19 @@ class Engine:
 
     @property
     def block_size(self) -> int:
-        """N, tokens per superblock."""
-        return own_block_size(self.vllm_config)
+        return sizes.own_block_size(self.vllm_config)
 
     @property
     def model(self) -> Any:
         return self.vllm_config.model_config
 
     @cached_property
-    def others(self) -> OtherGroups:
-        """What layers with a window or a state hold."""
-        return other_groups(self.vllm_config)
+    def others(self) -> sizes.OtherGroups:
+        return sizes.other_groups(self.vllm_config)
 
     @property
     def num_layers(self) -> int:
-        """Layers of full attention, which a policy bounds."""
-        return full_layers(self.vllm_config)
+        return sizes.full_layers(self.vllm_config)
 
     def beside(self, num_tokens: int) -> tuple[int, float]:
         """Return what a request holds in their groups, at most and on the average."""
@@ -96,11 +77,10 @@ class Engine:
 
     @cached_property
     def kv_heads(self) -> tuple[int, int]:
-        return kv_heads(self.vllm_config)
+        return sizes.kv_heads(self.vllm_config)
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the server with a policy has an FP8 cache."""
         return self.vllm_config.cache_config.cache_dtype in compat.FLOAT8_CACHES
 
     def superblock_bytes(self, is_fp8: bool) -> int:
@@ -121,11 +101,7 @@ class Engine:
 
 
 def main(words: list[str]) -> None:
-    """Print the plan.
-
-    Raises:
-        ValueError: it cannot be made, with the reason.
-    """
+    """Print the plan; ValueError with the reason where it cannot be made."""
     args = _parser().parse_args(words)
     given = cli.given_values(vars(args))
     if "policy" not in given:
@@ -139,19 +115,17 @@ def main(words: list[str]) -> None:
         raise ValueError(
             f"{config.policy}: needs KV heads, which MLA has not; try tova"
         )
-    if share := config.budget_share:
-        tokens = most_of_share(engine.vllm_config, config, share)
-        config = config.with_budget(tokens)
-    if config.is_auto:
+    if config.budget_word:
         blocks = _pool_blocks(engine, config)
-        config = config.with_budget(auto_budget(engine.vllm_config, config, blocks))
+        tokens = sizes.worded_budget(engine.vllm_config, config, blocks)
+        config = config.with_budget(tokens)
     config.validate_block_size(engine.block_size)
     stock = [*_stock(engine)]
     lines = [*stock, *_policies(engine, config)]
     print(_title(engine))
     print(table([HEAD, *lines]))
-    sizes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
-    print(LEGEND.format(engine.block_size, *sizes))
+    nbytes = [engine.superblock_bytes(is_fp8) for is_fp8 in (False, True)]
+    print(LEGEND.format(engine.block_size, *nbytes))
     for note in _notes(engine, config, lines, len(stock)):
         print(note)
 
@@ -198,12 +172,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
-    """Return what the command line says of an engine.
-
-    Raises:
-        ValueError: the model is unknown or unlike what is planned, or the lengths are
-            longer than its context.
-    """
     import torch
     from vllm.config import ParallelConfig
 
@@ -287,11 +255,12 @@ def _model(args: argparse.Namespace) -> Any:
             f"cannot read the configuration of {args.model!r}: {reason[:300]}"
         ) from None
     config = SimpleNamespace(model_config=model)
-    kinds = set(layer_kinds(config))
-    odd = model.is_attention_free or bool(kinds and FULL not in kinds)
+    kinds = set(sizes.layer_kinds(config))
+    odd = model.is_attention_free or bool(kinds and sizes.FULL not in kinds)
     sparse = hasattr(model.hf_text_config, "index_topk")
-    odd |= (model.use_mla and (sparse or model.is_hybrid)) or has_other_values(config)
-    if odd or kinds - {FULL, SLIDING, STATE} or model.is_hybrid > (STATE in kinds):
+    odd |= model.use_mla and (sparse or model.is_hybrid)
+    odd |= sizes.has_other_values(config) or model.is_hybrid > (sizes.STATE in kinds)
+    if odd or kinds - {sizes.FULL, sizes.SLIDING, sizes.STATE}:
         raise ValueError(
             f"{args.model}: what its layers hold is not known to this command, only "
             "that of full attention beside sliding windows or states"
@@ -314,7 +283,6 @@ def _stock(engine: Engine) -> Iterator[tuple[str, ...]]:
 
 
 def _whole(engine: Engine) -> list[Life]:
-    """Return the lives of requests that keep all their tokens."""
     ends = ((prompt, prompt + output) for prompt, output in engine.lengths)
     return [
         Life.without_events(prompt, end - 1, engine.block_size, engine.beside(end - 1))
@@ -323,17 +291,13 @@ def _whole(engine: Engine) -> list[Life]:
 
 
 def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...]]:
-    """Yield a line for the policy, then some for other budgets and intervals.
-
-    Raises:
-        ValueError: a policy without a budget, or no request fits the pool.
-    """
+    """Yield a line for the policy, then some for other budgets and intervals."""
     if config.resolved().info.keeps_all:
         raise ValueError(
             f"{config.policy} has no budget: what requests hold depends on their text"
         )
     yield _policy(engine, config)
-    if config.budget_text:
+    if config.budget_share:
         return
     for budget, interval in NEIGHBOURS:
         with suppress(ValueError):  # too small, or no room
@@ -347,16 +311,12 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
 
 
 def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint:
-    """Return when a request has events: at its floor as often as they can be called.
-
-    Args:
-        whole: its life without events.
-    """
-    sizes = engine.block_size, query_rows(engine.vllm_config)
+    """Return when a request has events: at its floor as often as they can be called."""
+    block_size, rows = engine.block_size, sizes.query_rows(engine.vllm_config)
     prompt = whole.footprint.events.prompt_len
     lengths = prompt, whole.num_tokens + 1
-    config = config.with_request(None, sizes[0], lengths) or config
-    footprint = config.footprint(prompt, *sizes)
+    config = config.with_request(None, block_size, lengths) or config
+    footprint = config.footprint(prompt, block_size, rows)
     if config.events != PRESSURE:
         return footprint
     plan = RequestPlan(config.policy, footprint, config.sink_tokens, is_called=True)
@@ -366,8 +326,13 @@ def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint
 
 def _pool_blocks(engine: Engine, config: KVPolicyConfig) -> int:
     """Return the superblocks of the pool, vLLM's null block included."""
+    built = (assemble(each).needs for each in config.all_resolved)
+    needs = reduce(or_, built, Needs(positions=config.hints))
+    num_heads = engine.num_layers * engine.kv_heads[0]
+    # The tables of a worker that grow with the pool, as it makes them.
+    beside = SideTables.of_server(engine.vllm_config, config, needs, num_heads)
     superblock = engine.superblock_bytes(engine.is_fp8)
-    return _side_tables(engine, config).pool_blocks(engine.available, superblock)
+    return beside.pool_blocks(engine.available, superblock)
 
 
 def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
@@ -387,13 +352,12 @@ def _policy(engine: Engine, config: KVPolicyConfig) -> tuple[str, ...]:
             f"superblocks, and the pool has {max(usable, 0)}; give more memory, a "
             "smaller budget, or a smaller prefill_interval where prompts are long"
         )
-    budget = config.budget_text or str(config.budget_tokens)
+    budget = str(config.budget_word if config.budget_share else config.budget_tokens)
     name = config.policy + ", FP8" * engine.is_fp8
     return name, budget, str(config.interval_tokens), *_numbers(lives, usable)
 
 
 def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
-    """Return the columns from the pool on."""
     steps = [life.num_tokens - life.first for life in lives]
     mean = sum(life.mean * num for life, num in zip(lives, steps, strict=True))
     after = [life.after_event for life in lives if life.after_event is not None]
@@ -405,14 +369,6 @@ def _numbers(lives: list[Life], usable: int) -> tuple[str, ...]:
         str(max(life.footprint.window_blocks for life in lives)),
         str(most_at_once(lives, usable)),
     )
-
-
-def _side_tables(engine: Engine, config: KVPolicyConfig) -> SideTables:
-    """Return the tables of a worker that grow with the pool, as it makes them."""
-    built = (assemble(each).needs for each in config.all_resolved)
-    needs = reduce(or_, built, Needs(positions=config.hints))
-    num_heads = engine.num_layers * engine.kv_heads[0]
-    return SideTables.of_server(engine.vllm_config, config, needs, num_heads)
 
 
 # -- text around the table -----------------------------------------------------
@@ -434,11 +390,7 @@ def _title(engine: Engine) -> str:
 def _notes(
     engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]], own: int
 ) -> Iterator[str]:
-    """Yield what a server would want besides, a line each.
-
-    Args:
-        own: place of the line of the policy as configured.
-    """
+    """Yield what a server would want besides; the policy's own line is lines[own]."""
     usable = lines[own][3]
     limit = engine.vllm_config.scheduler_config.max_num_seqs
     weights, count = weight_bytes(engine.model), min(int(lines[0][-1]), limit)
@@ -471,7 +423,7 @@ def _notes(
         )
     if max(int(line[-1]) for line in lines) > limit:
         yield f"More than {limit} at once need a higher --max-num-seqs."
-    least = max_blocks_per_request(engine.vllm_config, config)
+    least = sizes.max_blocks_per_request(engine.vllm_config, config)
     least += engine.others.most_blocks(engine.model.max_model_len)
     if least > int(usable):
         yield (

@@ -34,7 +34,6 @@ def main(words: list[str]) -> int:
 
 
 def _platform() -> list[tuple[str, str]]:
-    """Return the platform, its devices and what is chosen for it."""
     import torch
     from vllm.platforms import current_platform
 

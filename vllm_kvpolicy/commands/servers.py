@@ -25,7 +25,6 @@ class Client:
 
     Args:
         url: its root, with or without the `/v1` that clients of OpenAI's API have.
-        api_key: None where it asks for none.
         seconds: that an answer may take.
     """
 
@@ -37,12 +36,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> str:
-        """Return what the server answers.
-
-        Raises:
-            Refused: it answers with an error.
-            ValueError: it does not answer.
-        """
+        """Return what a server answers; `Refused` for an error, ValueError for none."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         try:

@@ -37,12 +37,7 @@ Counts = Mapping[str, float | None]  # by the name of a rate, None where not tol
 
 @dataclass(frozen=True)
 class Sample:
-    """What a server told at one time.
-
-    Args:
-        at: the time here, in seconds.
-        engines: as in the answer of `/kv_policy/requests`.
-    """
+    """What a server told at a time here, in seconds; see `/kv_policy/requests`."""
 
     at: float
     engines: list[dict[str, Any]]
@@ -95,11 +90,7 @@ def _url(text: str) -> str:
 
 
 class Watch:
-    """Looks at a server again and again.
-
-    Attributes:
-        trouble: why the last look found nothing, empty where it found something.
-    """
+    """Looks at a server again and again; `trouble` is why a look found nothing."""
 
     def __init__(self, client: Client) -> None:
         self.trouble = ""
@@ -108,11 +99,7 @@ class Watch:
         self._samples: deque[Sample] = deque(maxlen=MEAN_LOOKS + 1)
 
     def look(self) -> None:
-        """Ask the server what it does.
-
-        Raises:
-            ValueError: it cannot be asked, or has nothing to show.
-        """
+        """Ask the server what it does; ValueError where it has nothing to show."""
         try:
             # A server that comes back may have another policy.
             is_new = bool(self.trouble or not self._facts)
@@ -129,11 +116,7 @@ class Watch:
         self._facts, self.trouble = facts, ""
 
     def frame(self, most_rows: int | None) -> Any:
-        """Return what was told last, see `frames.frame`.
-
-        Raises:
-            ValueError: that is not what the live routes of this version tell.
-        """
+        """Return what was told last, see `frames.frame`; ValueError as `_shape`."""
         before, after = self._samples[0], self._samples[-1]
         frames = import_module("vllm_kvpolicy.commands.frames")  # loads rich
         per_second = rates(before, after)
@@ -145,7 +128,7 @@ class Watch:
 
     @contextmanager
     def _shape(self) -> Iterator[None]:
-        """Tell of an answer that is not as expected."""
+        """Raise ValueError for an answer that is not as this version's."""
         try:
             yield
         except (LookupError, TypeError, AttributeError) as error:
@@ -155,11 +138,7 @@ class Watch:
             ) from error
 
     def _answer(self, path: str) -> dict[str, Any]:
-        """Return the answer of a live route.
-
-        Raises:
-            ValueError: there is none, with what to do.
-        """
+        """Return the answer of a live route; ValueError with what to do about none."""
         url = self._client.url
         try:
             found = json.loads(self._client.fetch(path))
@@ -172,7 +151,6 @@ class Watch:
         return found
 
     def _why(self, error: Refused) -> str:
-        """Return why a server has no live route, and what to do."""
         url = self._client.url
         if error.status == NO_KEY:
             return f"{url} wants another API key: give --api-key or set VLLM_API_KEY"
@@ -186,7 +164,6 @@ class Watch:
         return f"{url} is no server of vLLM with --kv-live: it has no {PATH}"
 
     def _counts(self, engines: Sequence[Mapping[str, Any]]) -> Counts:
-        """Return what is counted, by the name of its rate."""
         found: dict[str, float | None] = {}
         for name, counter in COUNTED.items():
             found[name] = sum(each["counters"].get(counter, 0) for each in engines)
@@ -194,7 +171,6 @@ class Watch:
         return found | {name: _total(metrics, each) for name, each in SERIES.items()}
 
     def _metrics(self) -> str | None:
-        """Return the series of the server; None where it shows none."""
         try:
             return self._client.fetch("/metrics")
         except Refused:

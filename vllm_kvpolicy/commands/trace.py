@@ -1,4 +1,8 @@
-"""`vllm-kvpolicy trace`: what the events of a trace kept, as a table or as figures."""
+"""`vllm-kvpolicy trace`: what the events of a trace kept, as a table or as figures.
+
+A trace, a request or a layer that is not there is a ValueError, as is what cannot be
+written, or drawn without matplotlib.
+"""
 
 import argparse
 import base64
@@ -64,9 +68,7 @@ LABELS = {
 def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]:
     """Measure one event and, after a request's first, its difference to the previous.
 
-    Returns:
-        Numerator and denominator of each figure, by name as in `LABELS`; of
-        `retention`, one of each per bin.
+    By name as in `LABELS`; `retention` has a sum for each bin.
     """
     kept = measures.kept_mask(event)
     heads = kept.shape[0] * kept.shape[1]
@@ -92,11 +94,7 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
 
 
 def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
-    """Measure dropped regions between sinks and local tokens, and dropped runs.
-
-    Args:
-        kept: [L, H, P] bool.
-    """
+    """Measure dropped regions between sinks and local tokens, and dropped runs."""
     masks = (measures.mask_of(event.held, event.position), kept)
     held, keeps = (mask.reshape(-1, event.position) for mask in masks)
     heads = list(zip(held, keeps, strict=True))
@@ -113,7 +111,6 @@ def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
 
 
 def _notes(event: EventRecord, heads: int) -> dict[str, Sums]:
-    """Measure what the event's notes record, if it has any."""
     notes = event.notes
     sums: dict[str, Sums] = {
         name: (notes[name].sum(dtype=float), heads)
@@ -152,9 +149,6 @@ def summarise(trace: Path) -> dict[str, dict[str, Any]]:
 
     `retention` is a list of 20 shares: of the tokens in each twentieth of the text so
     far, those that are kept. Figures without any record are left out.
-
-    Raises:
-        ValueError: no events, or a file that is not one.
     """
     totals: dict[str, dict[str, Sums]] = defaultdict(dict)
     requests: dict[str, set[str]] = defaultdict(set)
@@ -278,11 +272,7 @@ class PolicyEvents:
 
 
 def read_policies(trace: Path, request: str | None = None) -> dict[str, PolicyEvents]:
-    """Return the events to draw, by policy: of a request, or each policy's longest.
-
-    Raises:
-        ValueError: no events, a file that is not one, or no such request.
-    """
+    """Return the events to draw, by policy: of a request, or each policy's longest."""
     policies: dict[str, PolicyEvents] = {}
     requests: dict[str, list[EventRecord]] = {}
     for event in read_trace(trace):
@@ -308,11 +298,8 @@ def draw(
     """Yield the names of figures, without ending, and the figures.
 
     Args:
-        retention: shares kept by relative position, by policy.
-        layers: layers to draw by head; by default up to MAX_LAYERS, evenly spread.
-
-    Raises:
-        ValueError: no such layer, or matplotlib is not installed.
+        retention: see `summarise`, by policy.
+        layers: that are drawn by head; by default up to MAX_LAYERS, evenly spread.
     """
     yield "retention", figures.retention_curves(retention)
     for policy, drawn in policies.items():
@@ -356,9 +343,7 @@ def plot(
 ) -> list[str]:
     """Write the figures of a trace to a folder, made if missing; return their names.
 
-    Raises:
-        ValueError: no events, a file that is not one, no such request or layer, or
-            matplotlib is not installed; then nothing is written.
+    Nothing is written where the trace, the request or a layer is wrong.
     """
     summaries = summarise(trace)
     retention = {policy: values["retention"] for policy, values in summaries.items()}
@@ -388,11 +373,6 @@ def _plot(given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run `trace report` or `trace plot`.
-
-    Raises:
-        ValueError: see `summarise` and `plot`; or what was found cannot be written.
-    """
     parser = argparse.ArgumentParser(
         prog="vllm-kvpolicy trace",
         description="Show what the events of a trace kept.",

@@ -5,7 +5,7 @@ numbers. Attention is sharp and the output layer strong, so that what is in the 
 decides about tokens.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -30,22 +30,18 @@ NORMS = tuple(f"{each}_{end}.weight" for each in "qk" for end in ("norm", "layer
 UNIT_TOKENS = 24  # that prompts repeat, so that n-grams find drafts
 
 
-def make_qwen3(path: Path | str, seed: int = 3) -> Path:
-    """Write a model of 2 layers of full attention, float32; return its folder."""
-    return write(path, Qwen3Config(num_hidden_layers=2, **sizes()), seed, norms=1.5)
+def make_qwen3(path: Path) -> Path:
+    """Write a model of 2 layers of full attention; see `write`, as of all these."""
+    return write(path, Qwen3Config(num_hidden_layers=2, **sizes()), norms=1.5)
 
 
 def make_gemma3(
-    path: Path | str,
-    seed: int = 3,
-    num_kv_heads: int = 2,
-    pattern: tuple[int, ...] = (0, 0, 1, 0, 0, 0, 1),
+    path: Path, num_kv_heads: int = 2, pattern: Sequence[int] = (0, 0, 1, 0, 0, 0, 1)
 ) -> Path:
-    """Write a model with sliding windows of 48 tokens, float32; return its folder.
+    """Write a model with sliding windows of 48 tokens.
 
-    Args:
-        pattern: kind of each layer, an index into KINDS. By default two of full
-            attention and five with a window: groups of two layers, one of them padded.
+    The pattern is of indices into KINDS, by default two layers of full attention and
+    five with a window: groups of two layers, one of them padded.
     """
     config = Gemma3TextConfig(
         num_hidden_layers=len(pattern),
@@ -54,16 +50,13 @@ def make_gemma3(
         layer_types=[KINDS[kind] for kind in pattern],
         **sizes(num_key_value_heads=num_kv_heads),
     )
-    return write(path, config, seed, norms=0.7)  # Gemma adds one
+    return write(path, config, norms=0.7)  # Gemma adds one
 
 
 def gemma4(pattern: str, head_dim: int, **changes: Any) -> Any:
     """Return the configuration of a Gemma 4 with a layer for each letter, w or f.
 
-    Heads of layers with a window, w, are half as large as those of full attention, f.
-
-    Args:
-        head_dim: of layers with a window.
+    Heads of layers with a window, w, are half as large, `head_dim`, as of the others.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25}
@@ -85,17 +78,14 @@ def gemma4(pattern: str, head_dim: int, **changes: Any) -> Any:
     )
 
 
-def make_gemma4(path: Path | str, seed: int = 3) -> Path:
-    """Write a Gemma 4 with heads of 256 and 512 channels, float32; return its folder.
-
-    Full attention keeps half as much of a token as layers with a window.
-    """
+def make_gemma4(path: Path) -> Path:
+    """Write one whose full attention keeps half as much of a token as its windows."""
     heads = {"num_key_value_heads": 4, "num_global_key_value_heads": 1}
-    return write(path, gemma4("wwfwwf", 256, **heads), seed, norms=0.7)
+    return write(path, gemma4("wwfwwf", 256, **heads), norms=0.7)
 
 
-def make_gpt_oss(path: Path | str, seed: int = 3) -> Path:
-    """Write a gpt-oss of 4 layers, every other with a window; return its folder.
+def make_gpt_oss(path: Path) -> Path:
+    """Write a gpt-oss of 4 layers, every other with a window.
 
     Learned sinks take about half of a head's attention, more in some heads than others.
     """
@@ -116,14 +106,11 @@ def make_gpt_oss(path: Path | str, seed: int = 3) -> Path:
         },
         **sizes(intermediate_size=64),
     )
-    return write(path, config, seed, norms=None, sharp=1.5)
+    return write(path, config, norms=None, sharp=1.5)
 
 
-def make_lfm2(path: Path | str, seed: int = 3) -> Path:
-    """Write an LFM2 of short convolutions and attention, float32; return its folder.
-
-    Two layers of full attention and four with a state: three groups of two layers.
-    """
+def make_lfm2(path: Path) -> Path:
+    """Write two layers of full attention and four short convolutions: three groups."""
     config = Lfm2Config(
         num_hidden_layers=6,
         layer_types=["conv", "conv", "full_attention"] * 2,
@@ -134,15 +121,12 @@ def make_lfm2(path: Path | str, seed: int = 3) -> Path:
         # vLLM ties them whatever the configuration says.
         **sizes(hidden_size=128, tie_word_embeddings=True),
     )
-    return write(path, config, seed, norms=1.5)
+    return write(path, config, norms=1.5)
 
 
-def make_deepseek(path: Path | str, seed: int = 3) -> Path:
-    """Write a DeepSeek-V3 of 3 layers, two of them with experts; return its folder.
-
-    Its latent vectors have the size of the released models', and so of kernels.
-    """
-    return write(path, DeepseekV3Config(**LATENT), seed, norms=1.5)
+def make_deepseek(path: Path) -> Path:
+    """Write latent vectors of the released models' size, and so of kernels."""
+    return write(path, DeepseekV3Config(**LATENT), norms=1.5)
 
 
 def sizes(**changes: Any) -> dict[str, Any]:
@@ -185,9 +169,9 @@ LATENT = {
 
 
 def write(
-    path: Path | str, config: Any, seed: int, norms: float | None, sharp: float = 1.0
+    path: Path, config: Any, norms: float | None, sharp: float = 1.0, seed: int = 3
 ) -> Path:
-    """Write a model of random weights.
+    """Write a model of random weights, float32; return its folder.
 
     Args:
         norms: weight of the norms of queries and keys; None for a model without.
@@ -213,7 +197,7 @@ def write(
                 size *= sharp if "q_proj" in name or "k_proj" in name else 1.0
                 weight.copy_(size * noise)
     model.save_pretrained(path)
-    return Path(path)
+    return path
 
 
 def numbers(seed: int, length: int) -> list[int]:
@@ -228,28 +212,13 @@ def numbers(seed: int, length: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """Which engines are compared.
+class Trial:
+    """How `verify` serves one feature, and which engines it compares.
 
     Args:
+        settings: of vLLM's EngineArgs, beside those that all engines have.
         has_stock: stock vLLM computes the same; else a policy without events stands in.
         is_ragged: heads may have lengths of their own.
-    """
-
-    has_stock: bool = True
-    is_ragged: bool = False
-
-
-WITH_STOCK, RAGGED = Kinds(), Kinds(is_ragged=True)
-
-
-@dataclass(frozen=True)
-class Trial:
-    """How `verify` serves one feature.
-
-    Args:
-        make: writes the model into a folder.
-        settings: of vLLM's EngineArgs, beside those that all engines have.
         gpu_dtypes: of the model, one after the other.
         on_cpu: CPUs have it, too, and start several engines with it in a process.
         of_mover: further settings, of the engine alone that moves tokens.
@@ -257,7 +226,8 @@ class Trial:
 
     make: Callable[[Path], Path] = make_qwen3
     settings: Mapping[str, Any] = field(default_factory=dict)
-    kinds: Kinds = RAGGED
+    has_stock: bool = True
+    is_ragged: bool = True
     gpu_dtypes: tuple[str, ...] = ("float32", "bfloat16")
     on_cpu: bool = True
     of_mover: Mapping[str, Any] = field(default_factory=dict)
@@ -275,28 +245,24 @@ def _drafting(method: str, **more: Any) -> Trial:
 TRIALS = {
     "card": Trial(on_cpu=False),
     # Stock's queries are FP8, too, and its attention FlashAttention's on some GPUs.
-    "fp8": Trial(
-        settings={"kv_cache_dtype": "fp8"}, kinds=Kinds(has_stock=False, is_ragged=True)
-    ),
+    "fp8": Trial(settings={"kv_cache_dtype": "fp8"}, has_stock=False),
     "windows": Trial(make_gemma3),
     "heads": Trial(make_gemma4),
-    "sinks": Trial(make_gpt_oss, kinds=WITH_STOCK),
+    "sinks": Trial(make_gpt_oss, is_ragged=False),
     "states": Trial(make_lfm2, settings=ROTATED),
     "latents": Trial(
         make_deepseek,
         settings=ROTATED,
-        kinds=WITH_STOCK,
+        is_ragged=False,
         gpu_dtypes=("bfloat16",),
     ),
     # vLLM has room for one such engine in a process.
-    "sleep": Trial(
-        kinds=WITH_STOCK, on_cpu=False, of_mover={"enable_sleep_mode": True}
-    ),
+    "sleep": Trial(is_ragged=False, on_cpu=False, of_mover={"enable_sleep_mode": True}),
     "ngram": _drafting("ngram", prompt_lookup_min=1, prompt_lookup_max=3),
     "suffix": _drafting("suffix"),
     "flashinfer": Trial(
         settings={"attention_backend": "FLASHINFER"},
-        kinds=WITH_STOCK,
+        is_ragged=False,
         gpu_dtypes=("bfloat16",),
         on_cpu=False,
     ),

@@ -30,9 +30,7 @@ Lines = list[tuple[str, str]]
 def main(words: Sequence[str]) -> int:
     """Print a block to paste into an issue; 0 where all is well, else 1.
 
-    Raises:
-        ValueError: the command line is wrong: there is no such model or server, or
-            it cannot be asked.
+    ValueError where there is no such model or server, or it cannot be asked.
     """
     started = time.monotonic()
     parser = _parser()
@@ -58,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     seconds = time.monotonic() - started
     print(f"\n{judge.summary(found)} ({seconds:.0f} s)")
     if given.feature is not None and all(each.result == judge.PASSED for each in found):
-        import_module("vllm_kvpolicy.api.evidence").remember([given.feature])
+        import_module("vllm_kvpolicy.api.evidence").remember(given.feature)
     return 0 if judge.is_healthy(found) else 1
 
 
@@ -87,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _of_server(given: argparse.Namespace) -> tuple[Lines, Iterator[Check]]:
-    """Return what is said of a server, and its checks."""
     server = Server(given.target, given.api_key)
     lines = [
         ("model", server.model),
@@ -148,7 +145,6 @@ def _of_feature(name: str) -> tuple[Lines, Iterator[Check]]:
 
 
 def _of_machine(config: KVPolicyConfig, dtype: str) -> Lines:
-    """Return what is said of this machine, and of the policy that is checked."""
     name = compat.platform_name()
     numbers = f"budget {config.budget_tokens}, interval {config.interval_tokens}"
     return [

@@ -3,12 +3,13 @@
 import gc
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 from typing import Any
 
 from vllm import EngineArgs, SamplingParams, TokensPrompt
@@ -18,7 +19,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.commands import judge
 from vllm_kvpolicy.commands.judge import Answer, Check, text
-from vllm_kvpolicy.commands.trials import WITH_STOCK, Kinds, Trial, numbers
+from vllm_kvpolicy.commands.trials import Trial, numbers
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 
 MOVER = "identity"
@@ -46,9 +47,7 @@ class Sizes:
     """How long the requests are: all grow with the tokens held before an event.
 
     Each has an event: the first within its answer, the others at their prompts' ends.
-
-    Args:
-        held: budget + interval, in tokens.
+    `held` is budget + interval, in tokens.
     """
 
     held: int
@@ -168,7 +167,6 @@ class Engine:
         self._engine.wake_up()
 
     def counters(self) -> dict[str, float]:
-        """Return the engine's counters; it has a policy."""
         return self._scheduler.kv_policy_counters.read()
 
     def num_held(self) -> int:
@@ -178,6 +176,8 @@ class Engine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+        del self._engine, self._scheduler
+        gc.collect()
 
 
 def _close(logprobs: Mapping[int, Any]) -> tuple[float, int]:
@@ -187,6 +187,7 @@ def _close(logprobs: Mapping[int, Any]) -> tuple[float, int]:
     return values[best] - values[second], second
 
 
+OF_MODEL = Trial(is_ragged=False)
 Values = Mapping[str, Any]
 Judge = Callable[[Engine], Iterator[Check]]
 Named = tuple[str, Values | None]
@@ -197,28 +198,24 @@ def checks(
     dtype: str,
     config: KVPolicyConfig,
     say: Say,
-    settings: Values | None = None,
-    kinds: Kinds = WITH_STOCK,
-    of_mover: Values | None = None,
+    settings: Values = MappingProxyType({}),
+    trial: Trial = OF_MODEL,
 ) -> Iterator[Check]:
     """Start engines one after the other and yield what was found.
 
     Args:
         dtype: as for vLLM; float32 leaves no rounding by which moved tokens differ.
             Of others stock beside itself shows how much that is.
-        say: is told what takes long before it begins.
         settings: of vLLM's EngineArgs, for all engines.
-        kinds: which engines there are beside.
-        of_mover: further settings, of the engines alone that move tokens.
+        trial: which engines there are beside, and what those have that move tokens.
 
     Raises:
         ValueError: there is no such model, or its requests are too short for an event.
     """
     sizes = Sizes(config.budget_tokens + config.interval_tokens)
-    settings = settings or {}
     about = EngineArgs(**settings, model=model).create_model_config()
     sizes.check(config, about.max_model_len)
-    seen = Asked(dtype == EXACT, kinds.has_stock)
+    seen = Asked(dtype == EXACT, trial.has_stock)
     drafts = "speculative_config" in settings
 
     def judged(
@@ -227,27 +224,27 @@ def checks(
         say(f"starting {where}")
 
         def begun() -> Iterator[Check]:
-            with _started(model, dtype, sizes, policy, own) as engine:
+            with closing(Engine(model, dtype, sizes, policy, own)) as engine:
                 name = f"{where}: the engine answers"
                 yield from judge.until_stopped(name, judge_it(engine))
 
         yield from judge.until_stopped(f"{where}: the engine starts", begun())
 
-    reference, movers, policy = _engines(config, sizes, kinds)
+    reference, movers, policy = _engines(config, sizes, trial)
     yield from judged(*reference, seen.ask)
     if not seen.answers:
         return
-    if not kinds.has_stock:
+    if not trial.has_stock:
         others = {k: v for k, v in settings.items() if k != "kv_cache_dtype"}
         yield from judged("stock vLLM without it", None, seen.begin_alike, others)
     for where, values in movers:
         judge_it = partial(_mover, where=where, seen=seen, drafts=drafts)
-        yield from judged(where, values, judge_it, {**settings, **(of_mover or {})})
+        yield from judged(where, values, judge_it, {**settings, **trial.of_mover})
     yield from judged(*policy, partial(_policy, seen=seen, config=config))
 
 
 def _engines(
-    config: KVPolicyConfig, sizes: Sizes, kinds: Kinds
+    config: KVPolicyConfig, sizes: Sizes, trial: Trial
 ) -> tuple[Named, list[Named], Named]:
     """Return what is right, what moves tokens, and the policy, with their names.
 
@@ -256,9 +253,9 @@ def _engines(
     values = {**config.to_dict(), "report_events": True, "pin": "none"}
     mover = {**values, "policy": MOVER, "policy_config": {}, "allow": []}
     never = {**mover, "policy": "streaming", "budget": sizes.longest}
-    reference = ("stock vLLM", None) if kinds.has_stock else ("no event", never)
+    reference = ("stock vLLM", None) if trial.has_stock else ("no event", never)
     movers: list[Named] = [(MOVER, mover)]
-    if kinds.is_ragged:
+    if trial.is_ragged:
         own_lengths = {**mover, "policy_config": {"ragged": True}}
         movers.append((f"{MOVER} of own lengths", own_lengths))
     return reference, movers, (config.policy, {**values, "budget": sizes.longest})
@@ -285,9 +282,7 @@ def trial_checks(
             elif compat.caches_latents(config_json):
                 settings["attention_backend"] = "CPU_MLA"
                 settings["block_size"] = compat.LATENT_TOKENS
-            sort = settings, trial.kinds, trial.of_mover
-            found = checks(model, dtype, config, say, *sort)
-            for check in found:
+            for check in checks(model, dtype, config, say, settings, trial):
                 yield replace(check, name=f"{dtype}, {check.name}")
 
 
@@ -297,7 +292,7 @@ class Asked:
     Args:
         is_exact: other answers are wrong; else stock beside itself shows by how much
             they may differ.
-        is_stock: the answers are stock's, else those of a policy without events.
+        is_stock: the answers are stock's, else of a policy without events.
 
     Attributes:
         level: nats by which tokens may differ that change places.
@@ -325,38 +320,21 @@ class Asked:
     def judged(
         self, name: str, found: Sequence[Answer], grown: Values, has_events: bool
     ) -> Check:
-        """Judge whether an engine gives the same."""
         told, right = f"{name} {self.whose}", self.answers
         return judge.same_tokens(
             told, right, found, grown, has_events=has_events, level=self.level
         )
 
 
-@contextmanager
-def _started(*arguments: Any) -> Iterator[Engine]:
-    """Start an engine with these arguments, and shut it down at the end."""
-    engine = Engine(*arguments)
-    try:
-        yield engine
-    finally:
-        engine.close()
-        del engine
-        gc.collect()
-
-
 def _mover(engine: Engine, where: str, seen: Asked, drafts: bool) -> Iterator[Check]:
     """Judge the policy that keeps every token and moves most of them."""
-    before = engine.counters()
-    found = engine.ask(seen.prompts)
-    grown = judge.growth(before, engine.counters())
-    name = f"{where}: tokens that were moved give"
-    yield seen.judged(name, found, grown, has_events=True)
-    if engine.can_sleep:
-        engine.nap()
+    for when in ("", "after sleep, ")[: 1 + engine.can_sleep]:
+        if when:
+            engine.nap()
         before = engine.counters()
         found = engine.ask(seen.prompts)
         grown = judge.growth(before, engine.counters())
-        name = f"{where}: after sleep, tokens that were moved give"
+        name = f"{where}: {when}tokens that were moved give"
         yield seen.judged(name, found, grown, has_events=True)
     if drafts:
         yield judge.drafts_are_taken(found, grown)

@@ -23,8 +23,8 @@ UNKNOWN = {"kv_policy": "?"}  # a server that refuses it tells which policy it h
 LEAST = re.compile(r"expected at least (\d+)")
 OWN_POLICY = re.compile(r"the server allows: '([^']+)'")
 NUM_REQUESTS = 2
-Lengths = tuple[int, int]
-SHORT = 24, 24  # tokens of prompt and answer
+Lengths = tuple[int, int]  # tokens of prompt and answer
+SHORT = 24, 24
 LONG = 400, 96
 LONGER = 400, 288  # where a kept prompt does not count
 ANSWER_SECONDS = 120
@@ -42,9 +42,6 @@ class Asked:
 
 class Server:
     """A server that is running.
-
-    Args:
-        url: its root.
 
     Attributes:
         longest: tokens of a request, at most.
@@ -74,11 +71,7 @@ class Server:
         self.policy = None if found is None else found[1]
 
     def counters(self) -> dict[str, float]:
-        """Return the server's counters, summed over its engines.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """Return the server's counters, summed over its engines; or ValueError."""
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self._fetch("/metrics")):
             for sample in family.samples:
@@ -97,12 +90,8 @@ class Server:
         """Send requests and wait for their answers.
 
         Args:
-            lengths: tokens of a prompt and of its answer.
             keys: `vllm_xargs` of each request.
             at_once: send all before the first is answered.
-
-        Raises:
-            ValueError: the server refuses one.
         """
 
         def one(seed: int) -> Answer:

@@ -25,11 +25,7 @@ Message = tuple[int, str, dict[str, Any]]  # number, name, content
 
 
 class EngineReader:
-    """Reads the files of one engine; see `own_engine` for its name.
-
-    Args:
-        num_ranks: that tell of heads of their own.
-    """
+    """Reads the files of one engine, of which so many ranks tell of their own heads."""
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.name, self.num_ranks = name, num_ranks
@@ -44,7 +40,6 @@ class EngineReader:
         self._told: deque[int] = deque(maxlen=256)  # serials told without some rank
 
     def counters(self) -> dict[str, float]:
-        """Return the engine's counters, see `metrics.SERIES`; none before its start."""
         if self._counters is None:
             with suppress(FileNotFoundError, ValueError):
                 self._counters = CounterFile(self.name, create=False)
@@ -97,8 +92,7 @@ class EngineReader:
 class Hub:
     """What is known of all engines of this host, as of the last `poll`.
 
-    Args:
-        pool_blocks: superblocks of one engine's pool, until it has told.
+    An engine has `pool_blocks` until it has told.
     """
 
     def __init__(self, readers: Mapping[int, EngineReader], pool_blocks: int) -> None:
@@ -160,7 +154,6 @@ class Hub:
         return all(state["fresh"] for state in states)
 
     def state(self) -> dict[str, Any]:
-        """Return the pools and requests of all engines, JSON-able."""
         return {"engines": [self._state(*each) for each in self.readers.items()]}
 
     def _state(self, index: int, reader: EngineReader) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from functools import cached_property, partial, wraps
 from pathlib import Path
 from struct import Struct
 from threading import Lock
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from vllm_kvpolicy.observe.shared_files import (
     COUNTERS,
@@ -25,8 +25,7 @@ from vllm_kvpolicy.observe.shared_files import (
 from vllm_kvpolicy.protocol import CompactEvent
 
 logger = logging.getLogger("vllm.kv_policy")  # without importing vLLM
-P = ParamSpec("P")
-Observer = TypeVar("Observer")
+Method = TypeVar("Method", bound=Callable[..., None])
 
 # What only observes, as `kvpolicy_observers_off` calls it.
 TRACE, LIVE, COUNTER_FILE = "trace", "live", "counters"
@@ -42,7 +41,6 @@ class Series:
 
     Args:
         label: its own, beside those that all series have; empty for none.
-        values: of that label.
         kind: "counter" or "gauge".
     """
 
@@ -182,7 +180,6 @@ class EngineCounters:
         self.tell_ratio(())
 
     def add(self, **amounts: float) -> None:
-        """Count, by name."""
         self._added.update(amounts)
 
     def set(self, **values: float) -> None:
@@ -197,11 +194,7 @@ class EngineCounters:
         return time.monotonic() >= self._next
 
     def tell_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
-        """Let others see all values, and a new keep ratio.
-
-        Args:
-            held_and_computed: tokens of each live request.
-        """
+        """Let others see all values, and a new ratio, of the live requests' tokens."""
         self._next = time.monotonic() + PERIOD_SECONDS
         held = computed = 0
         for request_held, request_computed in held_and_computed:
@@ -211,7 +204,6 @@ class EngineCounters:
         self.tell()
 
     def tell(self) -> None:
-        """Let other processes see all values."""
         for name, amount in self._added.items():
             self.file.add(name, amount)
         self._added.clear()
@@ -224,9 +216,7 @@ class EngineCounters:
         return self.file.read()
 
 
-def only_observes(
-    method: Callable[Concatenate[Observer, P], None],
-) -> Callable[Concatenate[Observer, P], None]:
+def only_observes(method: Method) -> Method:
     """Return a method whose errors do not reach its caller, so that serving goes on.
 
     The first one is logged and told to the object's `on_off`, where it has one; from
@@ -234,7 +224,7 @@ def only_observes(
     """
 
     @wraps(method)
-    def guarded(self: Any, *args: P.args, **kwargs: P.kwargs) -> None:
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
         if getattr(self, "is_off", False):
             return
         try:
@@ -246,17 +236,14 @@ def only_observes(
             if hasattr(self, "on_off"):
                 self.on_off()
 
-    return guarded
+    return cast(Method, guarded)
 
 
 class WorkerCounters:
     """Writes what the worker knows: the events that it has carried out.
 
-    The scheduler makes the file after the worker has started, so it is opened late.
-
-    Args:
-        counts: False in all ranks of a tensor-parallel group but the first: they see
-            the same events, and one of them has to count.
+    The scheduler makes the file after the worker has started, so it is opened late. Of
+    the ranks that see the same events one `counts`.
     """
 
     def __init__(self, engine: str, block_size: int, counts: bool = True) -> None:
@@ -287,8 +274,8 @@ class WorkerCounters:
 
         Args:
             blocks: events, each with the superblocks that were in use below its
-                frontier, and those that its survivors take. What an earlier event left
-                over and the scheduler has not taken back yet is in neither.
+                frontier, and those that its survivors take; in neither is what the
+                scheduler has not taken back yet of an earlier one.
         """
         if not self.counts:
             return
@@ -325,7 +312,6 @@ class Collector:
         return ()
 
     def collect(self) -> Iterator[Any]:
-        """Yield one metric family per series, as prometheus_client expects."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
@@ -358,11 +344,9 @@ class Collector:
 
 
 def exposition(registry: Any, vllm_config: Any | None, missed: set[str]) -> bytes:
-    """Return a page of metrics in Prometheus's text format.
+    """Return a page of metrics, with the counters of a server's engines if it is given.
 
-    Args:
-        vllm_config: of the server whose engines' counters are added; None for none.
-        missed: see `Collector`.
+    In Prometheus's text format; for `missed` see `Collector`.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 

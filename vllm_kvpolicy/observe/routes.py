@@ -70,7 +70,6 @@ class LiveRoutes:
         self._watches = set[asyncio.Task[None]]()
 
     def routes(self) -> list[Any]:
-        """Return the routes for an application of Starlette's or FastAPI's."""
         from starlette.routing import Route
 
         return [
@@ -195,7 +194,6 @@ class LiveRoutes:
 
 
 def api_keys(args: Any) -> list[str]:
-    """Return the keys that vLLM asks for."""
     return [key for key in args.api_key or [compat.api_key()] if key]
 
 

@@ -32,12 +32,7 @@ RECORDS = "vllm-kvpolicy-{}.live"
 
 
 def file_path(kind: str, engine: str) -> Path:
-    """Return where a file is.
-
-    Args:
-        kind: COUNTERS or RECORDS.
-        engine: see `own_engine`; and what tells several files of one engine apart.
-    """
+    """Return where a file of a kind is, COUNTERS or RECORDS; see `own_engine`."""
     return Path(tempfile.gettempdir()) / kind.format(engine)
 
 
@@ -47,8 +42,7 @@ def own_engine(vllm_config: Any) -> str:
     The server's name and the engine's index among data-parallel ones, which vLLM sets
     in the process of each engine.
     """
-    index = vllm_config.parallel_config.data_parallel_index
-    return _engine_name(vllm_config, index)
+    return _engine_name(vllm_config, vllm_config.parallel_config.data_parallel_index)
 
 
 def engines_here(vllm_config: Any) -> dict[int, str]:
@@ -196,11 +190,7 @@ SIZE_BYTES = _DATA_AT + DATA_BYTES
 
 
 class Ring(SharedFile):
-    """The newest records of one writer; for `create` and errors see `SharedFile`.
-
-    Args:
-        name: the engine's, see `own_engine`, and who of it writes.
-    """
+    """The newest records of one writer; for `create` and errors see `SharedFile`."""
 
     def __init__(self, name: str, create: bool) -> None:
         super().__init__(file_path(RECORDS, name), SIZE_BYTES, create)
@@ -216,9 +206,7 @@ class Ring(SharedFile):
     def append(self, record: dict[str, Any]) -> bool:
         """Write a JSON-able record, which may overwrite the oldest ones.
 
-        Returns:
-            False where it has not been written: it is larger than the file, or the
-            disk is full.
+        False is returned where it is larger than the file, or the disk is full.
         """
         data = json.dumps(record, separators=(",", ":")).encode()
         if len(data) > DATA_BYTES:
@@ -235,10 +223,7 @@ class Ring(SharedFile):
         )
 
     def read(self, first: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return the records from a number on that are still there, oldest first.
-
-        And the number from which to go on.
-        """
+        """Return the records from a number on that are there, and where to go on."""
         head = self._unpack(_HEAD, _HEAD_AT)[0]
         if first > head:
             first = 0  # of another file that had this name
@@ -247,7 +232,6 @@ class Ring(SharedFile):
         return [record for record in found if record is not None], head
 
     def _record(self, number: int) -> dict[str, Any] | None:
-        """Return a record, None where it has been overwritten."""
         row = _TABLE_AT + number % NUM_ROWS * _ROW.size
         found, start, length, check = self._unpack(_ROW, row)
         data = self.read_bytes(_DATA_AT + start % DATA_BYTES, length)

@@ -2,6 +2,7 @@
 
 Each engine that starts makes a folder of its own in the trace's folder. Under tensor
 parallelism each rank has a folder in that, with its own heads; they are read as one.
+What is not as this release writes it is a ValueError that names the file or folder.
 """
 
 import re
@@ -20,11 +21,6 @@ RANK = "rank-{}-of-{}"  # folder of a rank, and of how many that record
 OF_RANK = re.compile(r"rank-(\d+)-of-(\d+)")
 
 MOST_MARKS = 2**30  # layers * heads * positions of one event
-TEXTS = ("request_id", "policy")
-INTEGERS = (
-    *("position", "ordinal", "frontier", "budget", "prompt", "sinks", "pinned"),
-    "block_size",
-)
 TOKENS = ("held", "selected", "survivors")
 
 
@@ -33,14 +29,11 @@ class EventRecord:
     """One event. Positions are logical and count from 0; -1 pads the rows of heads.
 
     Args:
-        request_id: vLLM's request id.
-        policy: name of the request's policy.
         position: tokens computed before the event.
         ordinal: 0 for the request's first event, and again after a preemption.
         frontier: tokens at this position and later are local, all kept.
         budget: K of this event, tokens per KV head that are kept behind the pinned
             ones.
-        prompt: tokens of the prompt.
         sinks: first tokens that are always kept, pinned ones included.
         pinned: first tokens that are no part of the event: all are kept, and they are
             not listed below.
@@ -84,11 +77,6 @@ def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
 
 
 def read_event(path: Path) -> EventRecord:
-    """Read the event in one file.
-
-    Raises:
-        ValueError: it cannot be read, or does not hold the fields of a record.
-    """
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
@@ -120,11 +108,7 @@ def read_event(path: Path) -> EventRecord:
 
 
 def check_trace(folder: Path) -> None:
-    """Check that a folder can be written to, and create it if it is missing.
-
-    Raises:
-        ValueError: it cannot be created or written to.
-    """
+    """Create a folder if it is missing; ValueError where it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -147,23 +131,14 @@ def run_name(engine: int = 0) -> str:
 
 
 def new_run(folder: Path, name: str | None = None) -> Path:
-    """Create and return the folder of a run.
-
-    Args:
-        name: see `run_name`, followed by the folder of a rank if it is one of several;
-            None for a new name.
-    """
+    """Create and return the folder of a run, or of a rank where there are several."""
     run = folder / (name or run_name())
     run.mkdir(parents=True)
     return run
 
 
 def run_in(folder: Path) -> Path:
-    """Return the folder that holds events: a run, or the only one with events below.
-
-    Raises:
-        ValueError: no such folder, no events, or several runs with events.
-    """
+    """Return the folder that holds events: a run, or the only one with events below."""
     if not folder.is_dir():
         raise ValueError(f"trace: no such folder {str(folder)!r}")
     holders = {path.parent for path in folder.rglob("*.npz")}
@@ -191,11 +166,8 @@ def whole_run(folder: Path) -> Path:
 def read_trace(folder: Path) -> Iterator[EventRecord]:
     """Yield the events of a run, see `run_in`, in the order in which they happened.
 
-    Where there are several ranks, those that all of them have recorded.
-
-    Raises:
-        ValueError: see `run_in`; a file is not an event, or not one of the same trace
-            as those before; or a rank is missing.
+    Where there are several ranks, those that all of them have recorded. ValueError as
+    well for an event that is not of the same trace as those before.
     """
     run = run_in(folder)
     ranks = _ranks_of(run)
@@ -241,11 +213,7 @@ def _ranks_of(run: Path) -> list[Path]:
 
 
 def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
-    """Return one event of all heads.
-
-    Raises:
-        ValueError: they are of different events.
-    """
+    """Return one event of all heads; ValueError where these are of different events."""
     first = records[0]
     names = ("request_id", "policy", "position", "ordinal", "frontier", "budget")
     if any(getattr(r, n) != getattr(first, n) for r in records for n in names):
@@ -297,24 +265,24 @@ def wrong_fields(values: Mapping[str, Any], notes: Mapping[str, Any]) -> list[st
 
     Bits that flip are found by the checksums of the archive, but not that a file is of
     somebody else. Policies name files of plots.
-
-    Args:
-        values: every field of `EventRecord` but `notes` and `ranks`, by name.
     """
     shape = np.shape(values["held"])[:2]
 
     def is_per_head(rows: Any, kinds: str) -> bool:
         return np.shape(rows)[:2] == shape and rows.dtype.kind in kinds
 
-    right = {name: type(values[name]) is int for name in INTEGERS}
-    for name in TEXTS:
-        text = values[name]
-        right[name] = isinstance(text, str) and text.isprintable()
+    def is_of(kind: Any, value: Any) -> bool:
+        if kind is np.ndarray:
+            return np.ndim(value) == 3 and is_per_head(value, "i")
+        if kind is float:
+            return isinstance(value, int | float)
+        return type(value) is kind and (kind is int or value.isprintable())
+
+    kinds = {item.name: item.type for item in fields(EventRecord)}
+    right = {name: is_of(kinds[name], value) for name, value in values.items()}
     right["policy"] &= "/" not in str(values["policy"])
-    right["moved"] = isinstance(values["moved"], int | float)
     for name in TOKENS:
         rows = values[name]
-        right[name] = np.ndim(rows) == 3 and is_per_head(rows, "i")
         if right[name] and right["position"] and rows.size:
             right[name] = rows.min() >= -1 and rows.max() < values["position"]
     right["held"] &= np.size(values["held"]) > 0

@@ -16,6 +16,7 @@ from support.made_gates import make_gates
 from vllm_kvpolicy.api.engine_config import (
     _choose,
     check_files,
+    config_json,
     missing_architecture,
     refuse_plain,
 )
@@ -146,7 +147,7 @@ def test_folder_of_a_model(tmp_path, monkeypatch):
 def test_an_architecture_that_a_checkpoint_leaves_out(tmp_path, config, wanted):
     (tmp_path / "config.json").write_text(json.dumps(config))
     args = engine_args(tmp_path)
-    assert missing_architecture(args) == wanted
+    assert missing_architecture(config_json(args)) == wanted
     yarn = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
     for given, kept in (
         ({}, {}),
@@ -166,13 +167,13 @@ def test_a_type_without_support_is_named(tmp_path):
     for text in (None, "{", "[1]"):
         if text is not None:
             path.write_text(text)
-        assert missing_architecture(args) is None
+        assert missing_architecture(config_json(args)) is None
     path.write_text(json.dumps({"model_type": "qwen2", "dms_window_size": 16}))
     with pytest.raises(ValueError, match="type qwen2, expected one of llama, qwen3"):
-        missing_architecture(args)
+        missing_architecture(config_json(args))
     args.model = str(tmp_path / "model.gguf")
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert missing_architecture(args) is None
+    assert missing_architecture(config_json(args)) is None
 
 
 def test_a_name_on_the_hub_is_read_as_vllm_reads_it(monkeypatch):
@@ -187,9 +188,9 @@ def test_a_name_on_the_hub_is_read_as_vllm_reads_it(monkeypatch):
     args = SimpleNamespace(
         model=name, hf_config_path=None, revision="da1535f", hf_token="mine"
     )
-    assert missing_architecture(args) == "Qwen3ForCausalLM"
+    assert missing_architecture(config_json(args)) == "Qwen3ForCausalLM"
     args.hf_config_path = "other/place"
-    assert missing_architecture(args) == "Qwen3ForCausalLM"
+    assert missing_architecture(config_json(args)) == "Qwen3ForCausalLM"
     assert asked == [(name, values), ("other/place", values)]
 
 
