@@ -232,8 +232,8 @@ class HeadPages:
         policy: Any = SimpleNamespace(dynamic=True)
 
         def find() -> Any:
-            sent = to_device_together(self.tier.numbers([event], rows), self.device)
-            held = self.tier.held([event], rows, sent)
+            sent = to_device_together(self.tier.numbers([event]), self.device)
+            held = self.tier.held([event], sent)
             batch = Batch([event], policy, rows, sent, held)
             return batch, self.tier.assign(batch, self.tier.quota(batch, keep))
 

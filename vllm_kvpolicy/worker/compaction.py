@@ -35,7 +35,7 @@ from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
-from vllm_kvpolicy.worker.hints import has_hints, hint_numbers, hinted
+from vllm_kvpolicy.worker.hints import hint_numbers, hinted
 from vllm_kvpolicy.worker.layers import no_sinks
 from vllm_kvpolicy.worker.observers.live import LiveEvents
 from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
@@ -53,13 +53,9 @@ def merge_dropped(
     choice: Choice,
     moves: Moves,
 ) -> None:
-    """Rewrite keys and values of the survivors whose partner is gone.
+    """Rewrite the pool's keys and values of the survivors whose partner is gone.
 
     A partner that was kept after all, to fill a page, is not merged.
-
-    Args:
-        pool: the group's keys and values, mutated.
-        choice: the policy's pairs, and keys and values from before the move.
     """
     placed, inputs, merge = destinations.sources, choice.inputs, choice.decision.merge
     assert merge is not None
@@ -181,19 +177,19 @@ class Compactor:
         fresh = [row for row, event in pairs if not event.ordinal]
         hints = hint_numbers(events)
         needs = policy.needs | Needs(positions=bool(hints))
-        numbers = self._numbers(events, rows, needs) | {"fresh": fresh} | hints
+        numbers = self._numbers(events, needs) | {"fresh": fresh} | hints
         sent = to_device_together(numbers, self.requests.device)
         if fresh:
             self.tier.clear(fresh, sent["fresh"])
             self.memory.clear(sent["fresh"])
-        held = self.tier.held(events, rows, sent)
+        held = self.tier.held(events, sent)
         return Batch(events, policy, rows, sent, held, needs)
 
     def _numbers(
-        self, events: Sequence[CompactEvent], rows: Sequence[int], needs: Needs
+        self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
         """Return what a batch needs of its events on the device, [E] each of ours."""
-        numbers = self.tier.numbers(events, rows) | {
+        numbers = self.tier.numbers(events) | {
             "end": [event.position for event in events],
             "sinks": [event.sinks for event in events],
             "prompt_tokens": [event.prompt_tokens for event in events],
@@ -232,7 +228,7 @@ class Compactor:
         if needs.positions:
             positions = self._positions(memory.pop(POSITIONS), lengths, end)
             optional["positions"] = positions.view(*shape, -1)
-            if has_hints(sent):
+            if "hint_edges" in sent:
                 stays, others = hinted(sent, positions, lengths, batch.events)
                 must_keep |= stays
                 optional["candidates"] = (must_keep | others).view(*shape, -1)

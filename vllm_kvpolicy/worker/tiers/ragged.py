@@ -58,12 +58,10 @@ class RaggedTier(Tier):
     def starts(self, index: torch.Tensor) -> torch.Tensor:
         return self.lists.first[index].long()
 
-    def numbers(
-        self, events: Sequence[CompactEvent], rows: Sequence[int]
-    ) -> dict[str, Integers]:
+    def numbers(self, events: Sequence[CompactEvent]) -> dict[str, Integers]:
         block_size, per_group = self.pool.block_size, self.num_heads // self.num_groups
         total = [[len(event.dest_blocks) * per_group] for event in events]
-        return super().numbers(events, rows) | {
+        return super().numbers(events) | {
             "which": range(len(events)),
             "recent": padded([e.leaving_blocks + e.local_blocks for e in events]),
             "leaving": [len(event.leaving_blocks) for event in events],
@@ -83,15 +81,11 @@ class RaggedTier(Tier):
         return pages * block_size + event.local_tokens(block_size)
 
     def held(
-        self,
-        events: Sequence[CompactEvent],
-        rows: Sequence[int],
-        sent: Mapping[str, torch.Tensor],
+        self, events: Sequence[CompactEvent], sent: Mapping[str, torch.Tensor]
     ) -> HeldPages:
-        recent, most = sent["recent"], self.lists.counts(rows)[0]
-        blocks = [len(event.leaving_blocks + event.local_blocks) for event in events]
-        width = int((most + blocks).max())
+        recent, longest = sent["recent"], max(map(self.longest, events))
         count = recent.new_empty((1, len(events), self.num_heads))
+        width = -(-longest // self.pool.block_size)
         pages = recent.new_empty((*count.shape, width))
         alone = recent, self._nothing, self._nothing
         self.lists.expand(pages, count, sent["which"], sent["rows"], *alone)
@@ -99,7 +93,7 @@ class RaggedTier(Tier):
             pages=pages[0],
             num_pages=count[0] + sent["leaving"][:, None],
             num_local=sent["num_local"],
-            max_tokens=max(map(self.longest, events)),
+            max_tokens=longest,
         )
 
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
