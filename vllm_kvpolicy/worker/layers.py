@@ -32,10 +32,8 @@ def no_sinks() -> None:
 def logits_reader(layers: Sequence[Any]) -> Callable[[], torch.Tensor | None]:
     """Return what reads the logits of the learned sinks, [L, Hq] float32.
 
-    Each call reads the layers' own: weights may be replaced while a server runs.
-
-    Args:
-        layers: vLLM's attention layers, loaded; all of them have sinks or none has.
+    Each call reads the layers' own: weights may be replaced while a server runs. All of
+    them have sinks or none has.
     """
     return partial(_logits, layers) if any(map(has_sinks, layers)) else no_sinks
 
@@ -50,11 +48,7 @@ def _logits(layers: Sequence[Any]) -> torch.Tensor:
 
 
 def check_known(layers: Sequence[Any], vllm_config: Any) -> None:
-    """Refuse learned sinks that nothing at start-up has asked about.
-
-    Raises:
-        ValueError: the model's type is not one of which the table of refusals knows.
-    """
+    """Raise ValueError for learned sinks that no refusal at start-up knows of."""
     if any(map(has_sinks, layers)) and not compat.has_learned_sinks(vllm_config):
         raise ValueError(
             f"{vllm_config.model_config.model}: its attention layers have learned "
@@ -127,14 +121,7 @@ def _embedding(around: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _read(embedding: Any, layer: Any) -> torch.Tensor:
-    """Return how one layer rotates, see `_row`.
-
-    Args:
-        embedding: None for a layer that does not rotate.
-
-    Raises:
-        ValueError: a rotary embedding of a kind that is not known.
-    """
+    """Return how one layer rotates, see `_row`; not at all without an embedding."""
     size = layer.head_size
     if embedding is None:
         none = torch.zeros(0, dtype=torch.float64, device=next(layer.buffers()).device)

@@ -31,11 +31,7 @@ class Float8:
 
     @classmethod
     def of_layers(cls, layers: Sequence[Any]) -> "Float8 | None":
-        """Return the numbers of vLLM's attention layers; None without an FP8 cache.
-
-        Args:
-            layers: in model order, all with one kind of cache, and scales per layer.
-        """
+        """Return the numbers of vLLM's attention layers; None without an FP8 cache."""
         first = layers[0]
         name = compat.FLOAT8_CACHES.get(first.kv_cache_dtype)
         if name is None:
@@ -58,7 +54,6 @@ class Float8:
         A byte's number is rounded to the model's dtype, as a cache without FP8 rounds.
 
         Args:
-            name: "keys" or "values".
             tokens: [E, L, H, T, D] uint8 on pages.
         """
         found = torch.empty(tokens.shape, dtype=self.dtype, device=self.device)
@@ -165,9 +160,6 @@ class PagePool:
         """Return [P, N, ...] views that have all of a token in one place each.
 
         They are for moving: of an FP8 cache they show bytes.
-
-        Args:
-            group: 0 to `num_groups` - 1.
         """
         if self._keys_are_columns:
             plain = self._pools[group].dtype
@@ -178,12 +170,7 @@ class PagePool:
         """Return the keys or values of rows of pages, as policies read them.
 
         Of an FP8 cache they are a copy in the model's dtype, and what attention reads:
-        the rounded numbers, times the scale of their row's layer.
-
-        Args:
-            name: "keys" or "values".
-            pages: [E, L, H, C] int64; see `PagedTokens`.
-            num_tokens: T, tokens per row.
+        the rounded numbers, times the scale of their row's layer. See `PagedTokens`.
         """
         pools = self.keys if name == "keys" else self.values
         if self.float8 is None:
@@ -266,9 +253,6 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
     """Write one token with the backend's own kernel and read it through our view.
 
     Writes the last slot of the empty cache and sets it back to zeros.
-
-    Args:
-        layer: vLLM's attention layer number `index`.
 
     Raises:
         RuntimeError: the view does not read what the backend wrote.

@@ -63,7 +63,6 @@ class SideTables:
         num_heads: n = L * H on this rank.
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
-        is_ragged: whether heads have page lists of their own.
         page_bytes: bytes for each head page, of decisions and page bounds.
     """
 
@@ -79,11 +78,7 @@ class SideTables:
     def of_server(
         cls, vllm_config: Any, config: KVPolicyConfig, needs: Needs, num_heads: int
     ) -> "SideTables":
-        """Return the sizes of a worker with `num_heads` KV heads in all its layers.
-
-        Args:
-            needs: of all its policies.
-        """
+        """Return the sizes of a worker; `needs` are those of all its policies."""
         block_size = own_block_size(vllm_config)
         decisions = 4 * block_size if needs.until else 0  # an int32 for each slot
         bounds = PageSelection.page_bytes(config, vllm_config)
@@ -114,15 +109,11 @@ class SideTables:
         }
 
     def nbytes(self, num_blocks: int) -> int:
-        """Return the bytes that these take with a pool of `num_blocks` superblocks."""
+        """Return the bytes of all of `parts`."""
         return sum(self.parts(num_blocks).values())
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:
-        """Return how many superblocks fit together with these tables.
-
-        Args:
-            available: bytes for the KV cache and these tables together.
-        """
+        """Return how many superblocks fit with these tables into `available` bytes."""
 
         def total(num_blocks: int) -> int:
             return num_blocks * superblock_bytes + self.nbytes(num_blocks)
@@ -144,7 +135,6 @@ class Share:
     policies: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the share in words."""
         return f"{self.what} {mib(self.nbytes)} for {', '.join(self.policies)}"
 
 
@@ -192,7 +182,6 @@ class WorkerSetup:
 
     Args:
         tables: what attention will read in a step.
-        side_tables: sizes of what is made along with the KV cache.
         query_rows: rows of a superblock that a query takes; None to batch events
             without bound.
     """
@@ -259,11 +248,7 @@ class WorkerSetup:
         )
 
     def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
-        """Build the runtime over vLLM's KV caches and attach it to the layers.
-
-        Args:
-            keys_are_columns: see `worker.pages.PagePool`.
-        """
+        """Build the runtime over vLLM's KV caches, and attach it to the layers."""
         caches = [layer.kv_cache for layer in self.layers]
         float8, value_dim = Float8.of_layers(self.layers), None
         if is_latent(self.layers[0]):
@@ -491,13 +476,10 @@ def _captures(
 def refused_for(
     policies: Mapping[str, Policy], reads: Callable[[Needs], Any] = lambda needs: True
 ) -> Iterator[None]:
-    """Add to a refusal the names of the policies that it concerns.
+    """Add to a ValueError raised inside the names of the policies that it concerns.
 
     Args:
         reads: returns from its needs whether a policy is concerned; by default all are.
-
-    Raises:
-        ValueError: the one raised inside, with the policies' names.
     """
     try:
         yield
@@ -512,10 +494,7 @@ def refused_for(
 def rope_for(
     policies: Mapping[str, Policy], model: nn.Module, layers: Sequence[Any]
 ) -> Rope | None:
-    """Return how layers of a model rotate, None if no policy asks for it.
-
-    Args:
-        layers: attention layers of full attention in it, in model order.
+    """Return how a model's layers of full attention rotate, None if nobody asks for it.
 
     Raises:
         ValueError: a rotary embedding of a kind that is not known, or that one of the

@@ -10,6 +10,7 @@ batches no more events than have as many tokens as a batch here, see
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -30,10 +31,7 @@ def warm_up(
     max_model_len: int,
     query_rows: int,
 ) -> None:
-    """Run dummy events, and the other kernels of a step.
-
-    Args:
-        query_rows: rows of a superblock that a query takes.
+    """Run dummy events, and the other kernels of a step; see `DummyEvents`.
 
     Raises:
         ValueError: the device has no memory for the temporary tensors of an event.
@@ -176,15 +174,9 @@ class DummyEvents:
 
 def _moved(event: CompactEvent, number: int, distance: int) -> CompactEvent:
     """Return the same event of another request, its superblocks `distance` higher."""
-
-    def further(blocks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(block + distance for block in blocks)
-
-    return replace(
-        event,
-        request_id=NAMES[number],
-        source_blocks=further(event.source_blocks),
-        dest_blocks=further(event.dest_blocks),
-        local_blocks=further(event.local_blocks),
-        pinned_blocks=further(event.pinned_blocks),
-    )
+    names = "source_blocks", "dest_blocks", "local_blocks", "pinned_blocks"
+    blocks: dict[str, Any] = {
+        name: tuple(block + distance for block in getattr(event, name))
+        for name in names
+    }
+    return replace(event, request_id=NAMES[number], **blocks)

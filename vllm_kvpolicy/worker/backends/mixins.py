@@ -114,8 +114,7 @@ class KVPolicyMetadataBuilderMixin:
     def folded_layer(self, built: Any, batch: FoldedBatch, **changes: Any) -> Any:
         """Return stock metadata of one layer over a folded batch.
 
-        Args:
-            **changes: fields that the backend has in addition to the common ones.
+        `changes` are fields that the backend has in addition to the common ones.
         """
         return replace(
             built,
@@ -163,22 +162,27 @@ class KVPolicyBackendMixin:
         return cls.builder
 
 
-class HeadMajorBackendMixin(KVPolicyBackendMixin):
+class LayerMajorBackendMixin(KVPolicyBackendMixin):
+    """A backend whose layers lie one after the other, each with its blocks."""
+
+    keys_are_columns = False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the only layout in which pages, of all layers, are one list."""
+        return (KVCacheLayout.LBHNC,)
+
+
+class HeadMajorBackendMixin(LayerMajorBackendMixin):
     """A backend for GPUs: stock kernels over head-major blocks.
 
     It replaces a stock one where `worker.gpu` is imported. An engine without a policy
     in the same process gets stock kernels and metadata, over the cache layout here.
     """
 
-    keys_are_columns = False
     # From vLLM 0.33 on, a model may write to the cache itself and pass no keys, which
     # events need to see; of a backend that says no it does not ask that.
     supports_kv_cache_update_bypass = False
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the only layout in which a head's page is contiguous."""
-        return (KVCacheLayout.LBHNC,)
 
 
 class KVPolicyImplMixin:

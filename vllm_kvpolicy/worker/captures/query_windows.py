@@ -75,11 +75,7 @@ class QueryWindows(Capture):
         self.pool = pool
 
     def plan(self, step: Step) -> None:
-        """Note which rows of a window each token of the step goes to.
-
-        Raises:
-            KeyError: a command names a request that is not in the batch.
-        """
+        """Note the rows of each token; KeyError for a request not in the batch."""
         if not step.commands.captures:
             return
         query_start = step.metadata.query_start_loc_cpu.numpy()
@@ -148,11 +144,7 @@ class QueryWindows(Capture):
             self.pool.clear(to_device(blocks, self.targets.device))
 
     def queries(self, rows: torch.Tensor, window_tokens: int) -> torch.Tensor:
-        """Return [E, L, Hq, W, D] queries, newest last.
-
-        Args:
-            rows: [E, W * G] int64, where the parts of each window are; see `numbers`.
-        """
+        """Return [E, L, Hq, W, D] queries, newest last, of rows [E, W * G] int64."""
         saved = self.pool.read_vectors(rows.flatten()).flatten(1).view(self.pool.dtype)
         shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)
         if self._turn is not None:

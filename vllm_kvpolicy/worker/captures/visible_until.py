@@ -29,7 +29,6 @@ class VisibleUntil(Capture):
     a live request or a cached superblock have unspecified values.
 
     Args:
-        decider: decides of each token whether it is kept after the window.
         num_sinks: tokens at positions below this are kept in any case.
         step_tokens: most tokens of a step, padding included.
 
@@ -159,7 +158,6 @@ class VisibleUntil(Capture):
         Args:
             queries: [T * H, G, D] model dtype, folded.
             result: like `queries`, written.
-            max_queries: no row has more.
         """
         width = -(-batch.max_length // self._block_size)
         # What is stored in an FP8 cache is to be multiplied; see `Float8`.

@@ -115,9 +115,7 @@ class HeadTables:
     def most(self, rows: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
         """Return [R] upper bounds on the pages of each request's lists; does not wait.
 
-        Args:
-            rows: [R] rows of the table.
-            otherwise: [R] bounds for requests whose last update is still running.
+        `otherwise` [R] are bounds for requests whose last update is still running.
         """
         here = [row for row, (values, _) in self._arriving.items() if values.is_here()]
         self.counts(here)
@@ -174,11 +172,7 @@ class FoldedBatch:
         return len(self.query_start) - 1 if self.order is None else len(self.order)
 
     def of_layer(self, layer: int, query: torch.Tensor) -> "FoldedBatch":
-        """Return what one layer reads: all that is held.
-
-        Args:
-            query: [T, Hq, D] model dtype, post-RoPE.
-        """
+        """Return what one layer reads: all that is held, whatever its queries."""
         return replace(self, tables=self.tables[layer], lengths=self.lengths[layer])
 
 
@@ -257,8 +251,7 @@ class FoldedTables:
 class Folder:
     """Fills the rows of a step's tables that have changed since the step before.
 
-    Args:
-        tables: what to fill; replaced by larger ones when a batch does not fit.
+    A batch that does not fit replaces the tables by larger ones.
     """
 
     def __init__(
@@ -278,11 +271,7 @@ class Folder:
         ]
 
     def fold(self, common: Any, request_ids: Sequence[str]) -> FoldedBatch:
-        """Return the tables of a step.
-
-        Args:
-            request_ids: requests of the batch in row order; rows beyond are padding.
-        """
+        """Return the tables of a step; rows beyond the requests are padding."""
         num_rows, requests = common.num_reqs, self.requests
         starts, order = common.query_start_loc[: num_rows + 1], None
         if common.max_query_len > 1:
@@ -377,9 +366,7 @@ def fold_order(
     its row, so its heads have places 0 and 1. Row 1 has places 2 to 5: head 0 of tokens
     1 and 2 at 2 and 3, head 1 at 4 and 5. The result is [0, 1, 2, 4, 3, 5].
 
-    Args:
-        starts: [R + 1] int32, first token of each row.
-        head: [H] int32, 0 to H - 1.
+    Takes what `fold_starts` does.
     """
     token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
     row = torch.searchsorted(starts, token, right=True) - 1

@@ -54,11 +54,7 @@ class SelectedBatch:
     scored: torch.Tensor
 
     def of_layer(self, layer: int, query: torch.Tensor) -> FoldedBatch:
-        """Return what one layer reads.
-
-        Args:
-            query: [T, Hq, D] model dtype, post-RoPE.
-        """
+        """Return what one layer reads, by its queries [T, Hq, D] model dtype."""
         width = -(-self.folded.max_length // self.block_size)
         tables = self.folded.tables[layer, :, :width]
         if self.rows is not None:
@@ -128,7 +124,7 @@ class PageSelection:
         """Compute the bounds of all pages of some requests, after their event.
 
         Args:
-            events: the events, of one policy.
+            events: of one policy.
             pages: [E, C] int64, the requests' page lists; any valid id on padding.
         """
         selects = events[0].policy in self.policies
