@@ -203,11 +203,7 @@ class OfModel:
     consists_of: tuple["OfModel", ...] = ()
 
     def check_model(self, model: ModelShape) -> None:
-        """Check at start-up that it can serve the model, all ranks' heads of it.
-
-        Raises:
-            ValueError: it was made for a model of another shape.
-        """
+        """Raise ValueError if it was made for another shape than all ranks have."""
         for part in self.consists_of:
             part.check_model(model)
 
@@ -218,12 +214,7 @@ class OfModel:
 
 
 class Policy(OfModel, ABC):
-    """Scores, allocates and selects in one call; subclasses define `decide`.
-
-    Attributes:
-        needs: what `decide` reads.
-        dynamic: it may choose less than the budget.
-    """
+    """Scores, allocates and selects in one call; `dynamic` ones may choose less."""
 
     needs = Needs()
     dynamic = False
@@ -254,10 +245,7 @@ class LoadedModel:
     """A model to hook: its weights are there, it is not yet compiled or captured.
 
     Args:
-        module: vLLM's model.
         layers: its attention layers in model order.
-        vllm_config: VllmConfig.
-        device: of the weights.
         rope: None unless a policy asks for it.
     """
 
@@ -269,7 +257,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it computes in."""
         return self.vllm_config.model_config.dtype
 
     @property
