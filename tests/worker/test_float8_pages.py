@@ -8,7 +8,6 @@ import torch
 from support.cpu import needs_float8
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.compact_pages import merge_pages
-from vllm_kvpolicy.kernels.page_bounds import page_bounds
 from vllm_kvpolicy.kernels.visibility import until_attention
 from vllm_kvpolicy.protocol import StepCommands, WindowCapture
 from vllm_kvpolicy.sizes import query_rows
@@ -232,7 +231,7 @@ def test_no_query_is_left_in_a_superblock(kind: str | None, apart: bool) -> None
     assert torch.equal(after[:, rest], before[:, rest])
 
 
-# -- merges, bounds and masks ----------------------------------------------------------
+# -- merges and masks -----------------------------------------------------------------
 
 
 @kinds
@@ -252,18 +251,6 @@ def test_merged_tokens_are_rounded_and_bounded(kind: str) -> None:
     assert torch.equal(pages[2, 6].float(), torch.full((DIM,), limit))
     changed = pages.float().ne(before).any(-1).flatten().nonzero().flatten().tolist()
     assert set(changed) <= {37, 70}
-
-
-@kinds
-def test_bounds_are_of_what_is_stored(kind: str) -> None:
-    pool = make_pool(kind, False, True)
-    keys, pages = pool.keys[0], torch.tensor([7, 3, 7])
-    bounds = torch.zeros(2, len(keys), DIM)
-    page_bounds(bounds, keys, pages)
-    for page in (3, 7):
-        assert torch.equal(bounds[0, page], keys[page].float().amin(0))
-        assert torch.equal(bounds[1, page], keys[page].float().amax(0))
-    assert not bounds[:, [0, 1, 2, 4, 5, 6]].any()
 
 
 @kinds

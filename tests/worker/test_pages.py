@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.worker.pages import PagePool
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 5, 2, 4, 6
@@ -58,32 +57,6 @@ def test_ids_are_unique_where_pages_may_meet(layout: str) -> None:
     groups = ids.reshape(pool.num_groups, -1)
     for group in groups:
         assert sorted(group.tolist()) == list(range(groups.shape[-1]))
-
-
-@pytest.mark.parametrize("columns", ORDERS, ids=["rows", "columns"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_tokens", [8, 7, 5, 1])
-def test_gather_lines_tokens_up(layout: str, columns: bool, num_tokens: int) -> None:
-    caches = make_caches(layout)
-    pool = PagePool(caches, columns)
-    generator = torch.Generator().manual_seed(1)
-    # Any page of the same allocation, not only the head's own.
-    most = BLOCKS * HEADS * (LAYERS if pool.spans_layers else 1)
-    pages = torch.randint(most, (2, LAYERS, HEADS, 2), generator=generator)
-    for part, parts in enumerate((pool.keys, pool.values)):
-        found = PagedTokens(parts, pages, num_tokens).dense
-        assert found.shape == (2, LAYERS, HEADS, num_tokens, DIM)
-        for event, layer, head in torch.cartesian_prod(
-            torch.arange(2), torch.arange(LAYERS), torch.arange(HEADS)
-        ).tolist():
-            rows = []
-            for page in pages[event, layer, head].tolist():
-                where, stock = divmod(page, BLOCKS * HEADS)
-                where = where if pool.spans_layers else layer
-                block, own = divmod(stock, HEADS)
-                rows.append(expected(caches[where][block, own], columns)[part])
-            want = torch.cat(rows)[:num_tokens]
-            assert torch.equal(found[event, layer, head], want)
 
 
 @pytest.mark.parametrize("damage", ["order", "distance", "start"])

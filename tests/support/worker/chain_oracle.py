@@ -20,7 +20,6 @@ class Rules:
     """How choices become whole pages.
 
     Args:
-        block_size: N.
         num_groups: parts of the heads that share out pages of their own.
         is_ragged: heads may hold different numbers of pages.
         is_dynamic: the choice need not fill the destinations.
@@ -38,8 +37,6 @@ def survivors(
     """Return each head's survivors as indices into what it holds.
 
     Args:
-        rules: how choices become pages.
-        chosen: the decision.
         held: full pages of each head below the frontier.
         sinks: first tokens that every head keeps.
         num_dest: superblocks to fill.

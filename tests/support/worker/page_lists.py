@@ -16,7 +16,6 @@ class Lists:
     """Page lists of requests by name; "n" has had no event.
 
     Args:
-        seed: of everything random.
         own: [L, H] id of each head's page of superblock 0.
         blocks: superblocks of the pool, all layers of which are one allocation.
         room: rows and columns of a step's tables that are there from the start.
