@@ -58,7 +58,7 @@ def _note_head_values(values: Tensor, noted: Tensor) -> None:
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Return the one list "layers" of `num_layers`; ValueError for none or several."""
+    """Return the one list "layers" of so many; ValueError for none or several."""
     found = [
         module
         for name, module in model.named_modules()
@@ -75,7 +75,7 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def attention_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return modules whose `attn` are these attention layers; ValueError without."""
+    """Return the module around each attention layer; ValueError where there is none."""
     parents = {
         id(module.attn): module
         for module in model.modules()

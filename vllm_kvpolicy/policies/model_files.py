@@ -186,7 +186,7 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Raise ValueError but for these tensors, of these shapes, float32 and finite."""
+    """Raise ValueError unless these are all, of these shapes, float32 and finite."""
     expect(kind, path, "missing tensors", sorted(shapes.keys() - tensors.keys()), [])
     expect(kind, path, "unexpected tensors", sorted(tensors.keys() - shapes.keys()), [])
     for name, shape in shapes.items():

@@ -171,7 +171,7 @@ def _own(word: str, base: Word) -> Word:
 
 
 def _check_own(got: str, word: Word) -> None:
-    """Raise ValueError where a user's own word says about itself what cannot be."""
+    """Raise ValueError where what a user's own word says of itself cannot be."""
     options: Any = word.Options
     base = import_module(f"{_ROOM}.options").BaseOptions
     if not (isinstance(options, type) and issubclass(options, base)):

@@ -302,7 +302,7 @@ def source_of(layer: Any) -> str | None:
 def check_groups(
     specs: Mapping[str, Any], groups: OtherGroups, block_size: int
 ) -> None:
-    """Refuse layers of kinds, numbers and sizes that were not expected: a ValueError.
+    """Raise ValueError for layers of kinds, numbers or sizes that were not expected.
 
     Args:
         specs: by layer, of one number of tokens per superblock each.

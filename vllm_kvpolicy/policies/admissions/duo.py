@@ -60,7 +60,7 @@ def load(path: str | Path) -> Pattern:
 
     It has `full_attention_heads.tsv`, a row of numbers from 0 to 1 for each layer, and
     `config.json` with `sink_size` and `recent_size`; see `attn_patterns` in
-    https://github.com/mit-han-lab/duo-attention at 0aef1ae. ValueError for others.
+    https://github.com/mit-han-lab/duo-attention at 0aef1ae. Others raise a ValueError.
     """
     folder = Path(path)
     try:

@@ -141,7 +141,7 @@ SIZES = ("n_modules", "input_dim", "output_dim")  # and hidden_dim, which may be
 def load(name: str | Path) -> Surrogate:
     """Read a surrogate from a folder, or from what has been downloaded from the hub.
 
-    Such as nvidia/KVzap-mlp-Qwen3-8B. ValueError says what was found and expected.
+    There its name is such as nvidia/KVzap-mlp-Qwen3-8B. Others raise a ValueError.
     """
     folder = _folder(name)
     path = folder / CONFIG_FILE

@@ -161,7 +161,7 @@ def load(path: str | Path) -> Gates:
     the header.
 
     A released file says neither window nor threshold: it gets those of the paper, which
-    `dataclasses.replace` changes. ValueError says what was found and expected.
+    `dataclasses.replace` changes. Others raise a ValueError.
     """
     is_released = Path(path).suffix.lower() == ".pt"
     gates = _load_released(path) if is_released else _load_ours(path)
@@ -244,7 +244,7 @@ def _read_pickle(path: str | Path) -> dict[str, Tensor]:
 
 
 class WriteGates(BaseAdmission):
-    """Admits the tokens whose trained gate is above a threshold, or the file's.
+    """Admits the tokens whose trained gate is above a threshold, by default the file's.
 
     Where it is `exact` tokens decide while they are computed.
     """

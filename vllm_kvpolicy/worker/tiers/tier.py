@@ -99,7 +99,7 @@ class Tier(ABC):
     def held(
         self, events: Sequence[CompactEvent], sent: Mapping[str, torch.Tensor]
     ) -> HeldPages:
-        """Return what the requests hold; `sent` is what `numbers` returned, sent."""
+        """Return what the requests hold; `sent` are `numbers` on the device."""
 
     @abstractmethod
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:

@@ -97,7 +97,7 @@ def load(path: str | Path) -> DmsAdapter:
 
     Ours are safetensors with the other fields of `DmsAdapter` as text in the header. A
     checkpoint is a folder with the whole model, of which the adapter's tensors alone
-    are read, as float32. Neither can run code. ValueError says what was found.
+    are read, as float32. Neither can run code. Others raise a ValueError.
     """
     if Path(path).is_dir():
         adapter, per_layer = _load_folder(Path(path))
@@ -293,7 +293,7 @@ def rule_of_model(model_config: Any) -> DmsRule | None:
 
 
 def rule_for(model_config: Any, adapter: DmsAdapter | None, options: Any) -> DmsRule:
-    """Return how decisions are read: of the model, or an adapter; options go first.
+    """Return how decisions are read, of a model or an adapter; options go first.
 
     Raises:
         ValueError: the model has no decisions, and there is no adapter; or it borrows
@@ -325,7 +325,7 @@ def rule_for(model_config: Any, adapter: DmsAdapter | None, options: Any) -> Dms
 
 
 def refuse_plain(model_config: Any) -> None:
-    """Raise ValueError for a model that borrows a channel, without DMS."""
+    """Raise ValueError for a model that borrows a channel and is served without DMS."""
     rule = rule_of_model(model_config)
     if rule is None or not rule.is_borrowed:
         return
