@@ -8,7 +8,7 @@ ragged policy different numbers of them; the local tokens are the newest of ever
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -218,22 +218,8 @@ class Policy(OfModel, ABC):
 
     needs = Needs()
     dynamic = False
-
-    def shuffled(
-        self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return pages and survivors in another order, None to leave them in theirs.
-
-        Only policies that test the moving of tokens do.
-
-        Args:
-            pages: [E, g, C / g] int64, page lists after the event, by set of heads.
-            sources: [E, M] int64, head * T + token that each place of the lists
-                receives; negative after the last survivor.
-            num_tokens: T.
-            seeds: [E] int64, one per event, a pure function of the request.
-        """
-        return None
+    # Puts survivors in another order, to test their moving: `testing.MovementPolicy`.
+    shuffled: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     @abstractmethod
     def decide(self, inputs: EventInputs, budget: int) -> Decision:

@@ -31,6 +31,15 @@ class MovementPolicy(KeepAll):
     def shuffled(
         self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Return pages and survivors in another order.
+
+        Args:
+            pages: [E, g, C / g] int64, page lists after the event, by set of heads.
+            sources: [E, M] int64, head * T + token that each place of the lists
+                receives; negative after the last survivor.
+            num_tokens: T.
+            seeds: [E] int64, one per event, a pure function of the request.
+        """
         num_groups, heads = pages.shape[1], sources // num_tokens
         moved = self.shuffle_pages(
             pages.flatten(0, 1), seeds.repeat_interleave(num_groups)

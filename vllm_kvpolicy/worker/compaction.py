@@ -12,7 +12,7 @@ The order of the five is what makes an event correct:
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.hints import hint_numbers, hinted
-from vllm_kvpolicy.worker.layers import no_sinks
+from vllm_kvpolicy.worker.layers import sink_logits
 from vllm_kvpolicy.worker.observers.live import LiveEvents
 from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
 from vllm_kvpolicy.worker.pages import PagePool
@@ -91,8 +91,7 @@ class Compactor:
     Args:
         requests: updated after each event.
         memory: what policies remember of survivors, true positions included.
-        sink_logits: returns those of its learned sinks as they are now, [L, Hq]
-            float32; None for none.
+        layers: of the model, for their learned sinks.
         most_tokens: by policy, most tokens per head of a batch of several events, all
             padded to the longest head among them; temporary tensors grow with that.
             Becomes less where memory is short.
@@ -110,7 +109,7 @@ class Compactor:
     live: LiveEvents | None = None
     ranks: Ranks = ONE_RANK
     most_tokens: dict[str, int] = field(default_factory=dict)
-    sink_logits: Callable[[], torch.Tensor | None] = no_sinks
+    layers: Sequence[Any] = ()
 
     @torch.inference_mode()
     def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
@@ -251,7 +250,7 @@ class Compactor:
             memory={name: value.view(*shape, -1) for name, value in memory.items()},
             fresh_tokens=self.requests.fresh_tokens(batch.rows, batch.events),
             ranks=self.ranks,
-            sink_logits=self.sink_logits(),
+            sink_logits=sink_logits(self.layers),
             **optional,
         )
 
@@ -285,14 +284,12 @@ class Compactor:
         )
         num_places = lists.pages.shape[-1] * block_size
         sources = list_survivors(survives, lists.first, num_places, block_size)
-        pages = lists.pages.unflatten(1, (self.pool.num_groups, -1))
-        shuffled = batch.policy.shuffled(
-            pages, sources, held.max_tokens, batch.sent["seeds"]
-        )
-        if shuffled is not None:
-            pages, sources = shuffled[0].flatten(1), shuffled[1]
-            unmoved = torch.zeros_like(pages, dtype=torch.bool)  # not in order, either
-            lists = replace(lists, pages=pages, unmoved=unmoved)
+        if batch.policy.shuffled is not None:
+            pages = lists.pages.unflatten(1, (self.pool.num_groups, -1))
+            given = sources, held.max_tokens, batch.sent["seeds"]
+            pages, sources = batch.policy.shuffled(pages, *given)
+            unmoved = torch.zeros_like(lists.pages, dtype=torch.bool)  # nor in order
+            lists = replace(lists, pages=pages.flatten(1), unmoved=unmoved)
         return Destinations(lists, sources)
 
     def _move(self, batch: Batch, choice: Choice, destinations: Destinations) -> None:

@@ -11,8 +11,7 @@ are the first tokens of a request.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,26 +24,20 @@ from vllm_kvpolicy.kernels.rope import Rope
 # -- learned sinks -------------------------------------------------------------
 
 
-def no_sinks() -> None:
-    """Return None: the model has no learned sinks."""
+def sink_logits(layers: Sequence[Any]) -> torch.Tensor | None:
+    """Return the logits of the learned sinks, [L, Hq] float32; None for none.
 
-
-def logits_reader(layers: Sequence[Any]) -> Callable[[], torch.Tensor | None]:
-    """Return what reads the logits of the learned sinks, [L, Hq] float32.
-
-    Each call reads the layers' own: weights may be replaced while a server runs. All of
-    them have sinks or none has.
+    As they are now: weights may be replaced while a server runs. All layers have sinks
+    or none has.
     """
-    return partial(_logits, layers) if any(map(has_sinks, layers)) else no_sinks
+    if not (layers and has_sinks(layers[0])):
+        return None
+    return torch.stack([layer.impl.sinks.detach() for layer in layers]).float()
 
 
 def has_sinks(layer: Any) -> bool:
     """Return whether an attention layer has learned sinks."""
     return getattr(layer.impl, "sinks", None) is not None
-
-
-def _logits(layers: Sequence[Any]) -> torch.Tensor:
-    return torch.stack([layer.impl.sinks.detach() for layer in layers]).float()
 
 
 def check_known(layers: Sequence[Any], vllm_config: Any) -> None:

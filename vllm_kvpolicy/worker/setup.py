@@ -32,7 +32,7 @@ from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
 from vllm_kvpolicy.worker.latents import in_latent_space, is_latent, watch
-from vllm_kvpolicy.worker.layers import check_known, logits_reader, model_rope
+from vllm_kvpolicy.worker.layers import check_known, model_rope
 from vllm_kvpolicy.worker.observers.live import LiveEvents
 from vllm_kvpolicy.worker.observers.trace import Tracer
 from vllm_kvpolicy.worker.pages import Float8, PagePool, check_layout
@@ -286,7 +286,7 @@ class WorkerSetup:
             live=self._live(partial(counters.note_off, LIVE)),
             ranks=self.ranks,
             most_tokens=self._most_tokens(pool),
-            sink_logits=logits_reader(self.layers),
+            layers=self.layers,
         )
         runtime = KVPolicyRuntime(compactor, counters)
         for index, layer in enumerate(self.layers):
