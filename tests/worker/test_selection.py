@@ -120,7 +120,7 @@ class Step(Lists):
             late = int(name == "a") or self.rng.randint(0, 2)
             self.ends[name] = self.prompt[name] - 1 + late + count
         common = self.metadata(counts, padding)
-        held = self.folder.fold(common, self.names)
+        held = self.folded.fold(self.tables, common, self.names)
         return self.selection.narrow(common, self.names, held)
 
     def wanted(self, layer: int, head: int, row: int, queries: Any, end: int) -> Any:

@@ -19,7 +19,7 @@ from vllm_kvpolicy.worker.hints import always_kept
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers
@@ -47,7 +47,7 @@ class RaggedTier(Tier):
         exact: VisibleUntil | None = None,
     ) -> None:
         super().__init__(requests, pool)
-        self.lists, self.folder = lists, Folder(requests, lists, tables)
+        self.lists, self.tables = lists, tables
         self.num_groups = pool.num_groups
         self._nothing = torch.zeros_like(requests.skip)
         self.is_captured, self.selection, self.exact = is_captured, selection, exact
@@ -146,7 +146,8 @@ class RaggedTier(Tier):
         is_replayed = self.is_captured and step.metadata.max_query_len == 1
         if not ((step.is_real and has_own_pages) or is_replayed):
             return StepMetadata(step.metadata)
-        held, exact = self.folder.fold(step.metadata, step.request_ids), None
+        held = self.tables.fold(self.lists, step.metadata, step.request_ids)
+        exact = None
         if self.exact is not None and step.is_real:
             exact = self.exact
             held = replace(held, ends=exact.ends(step))
@@ -156,9 +157,9 @@ class RaggedTier(Tier):
         return StepMetadata(step.metadata, selected, exact)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        self.folder.forget(request_ids)
+        self.tables.forget(request_ids)
 
     def warm_up(self, num_columns: int) -> None:
-        self.folder.warm_up(num_columns)
+        self.tables.warm_up(self.lists, num_columns)
         if self.selection is not None:
             self.selection.warm_up()
