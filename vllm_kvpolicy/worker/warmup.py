@@ -25,21 +25,14 @@ NAMES = ("warm-up 0", "warm-up 1")  # of the requests
 NUM_EVENTS = 2  # of each: the first, and one that finds survivors
 
 
-def warm_up(
-    runtime: KVPolicyRuntime,
-    config: KVPolicyConfig,
-    max_model_len: int,
-    query_rows: int,
-) -> None:
-    """Run dummy events, and the other kernels of a step; see `DummyEvents`.
+def warm_up(runtime: KVPolicyRuntime, dummies: "DummyEvents") -> None:
+    """Run dummy events, and the other kernels of a step.
 
     Raises:
         ValueError: the device has no memory for the temporary tensors of an event.
     """
-    requests, pool = runtime.requests, runtime.compactor.pool
     untraced = replace(runtime.compactor, trace=None, live=None)
-    sizes = requests.block_size, pool.num_blocks, max_model_len, query_rows
-    for events in DummyEvents(config, requests.null_row, *sizes).steps():
+    for events in dummies.steps():
         try:
             untraced.run(events)
         except torch.OutOfMemoryError as error:
@@ -48,8 +41,8 @@ def warm_up(
                 f"of an event at {events[0].position} tokens; lower "
                 "--gpu-memory-utilization, --kv-budget or prefill_interval"
             ) from error
-    requests.drop(NAMES)
-    runtime.tier.warm_up(-(-max_model_len // requests.block_size))
+    runtime.requests.drop(NAMES)
+    runtime.tier.warm_up(-(-dummies.max_model_len // dummies.block_size))
     for capture in runtime.captures:
         capture.drop(NAMES)
         capture.warm_up()

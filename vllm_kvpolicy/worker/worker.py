@@ -31,7 +31,7 @@ from vllm_kvpolicy.sizes import (
 )
 from vllm_kvpolicy.worker.latents import is_latent
 from vllm_kvpolicy.worker.layers import has_sinks
-from vllm_kvpolicy.worker.setup import prepare, too_small
+from vllm_kvpolicy.worker.setup import WorkerSetup, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 
 logger = init_logger("vllm.kv_policy")
@@ -69,7 +69,7 @@ class KVPolicyWorkerMixin:
             )
         self.kv_policy_config = config
         self._readers = {each: source_of(layers.pop(each)) for each in readers}
-        self.kv_policy_setup = prepare(
+        self.kv_policy_setup = WorkerSetup(
             self.vllm_config, config, model, list(layers.values()), self.device
         )
         self.vllm_config.additional_config.set_graph(
