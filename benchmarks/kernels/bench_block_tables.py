@@ -21,7 +21,8 @@ ours     each (layer, head) has a list of its own of whole pages, and any page o
 A superblock has one page per (layer, head). Newest tokens are left out: they are the
 same everywhere. Tables of the first four are models of the paper's, those of "ours"
 and of "rewrite" are what the plugin builds: `RaggedTier`, `HeadTables`, `FoldedTables`
-and `RequestTable`. Before anything is timed, its lists are compared with the accounting.
+and `RequestTable`. Before anything is timed, its lists are compared with the
+accounting.
 """
 
 import argparse

@@ -142,7 +142,7 @@ def choose(
 def window_logits(
     inputs: EventInputs, at: tuple[int, int, int], window: int
 ) -> torch.Tensor:
-    """Return a row's newest queries on its keys, [G, W, length] float64, -inf unseen."""
+    """Return a row's newest queries on its keys, [G, W, length] float64."""
     event, layer, head = at
     length = int(inputs.lengths[at])
     window = min(window, max(length - 1, 1))

@@ -15,7 +15,7 @@ def make_tier(
     rows: int = 0,
     columns: int = 0,
 ) -> Tier:
-    """Return a tier; `rows` and `columns` of a step's tables are there from the start."""
+    """Return a tier; `rows` and `columns` of a step's tables are there at once."""
     if not is_ragged:
         tables = PhysicalTables(requests, rows, columns)
         return EqualTier(requests, pool, tables)
