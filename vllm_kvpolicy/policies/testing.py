@@ -34,17 +34,14 @@ class MovementPolicy(KeepAll):
         """Return pages and survivors in another order.
 
         Args:
-            pages: [E, g, C / g] int64, page lists after the event, by set of heads.
+            pages: [E, C] int64, page lists after the event.
             sources: [E, M] int64, head * T + token that each place of the lists
                 receives; negative after the last survivor.
             num_tokens: T.
             seeds: [E] int64, one per event, a pure function of the request.
         """
-        num_groups, heads = pages.shape[1], sources // num_tokens
-        moved = self.shuffle_pages(
-            pages.flatten(0, 1), seeds.repeat_interleave(num_groups)
-        )
-        return moved.view_as(pages), self.shuffle(sources, heads, seeds)
+        moved = self.shuffle_pages(pages, seeds)
+        return moved, self.shuffle(sources, sources // num_tokens, seeds)
 
     def shuffle(self, sources: Tensor, heads: Tensor, seeds: Tensor) -> Tensor:
         """Shuffle survivors within each head; a function of (seed, head, entry) alone.

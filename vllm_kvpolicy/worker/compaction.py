@@ -68,17 +68,12 @@ def merge_dropped(
     is_merged = (placed >= 0) & (partner >= 0) & ~survives.gather(1, other)
     weight = torch.where(is_merged, merge.weight.flatten(1).gather(1, index), 1.0)
     layer = index // (held.max_tokens * pool.num_heads)
-    for group in range(pool.num_groups):
-        slots = moves.dest[group].flatten()
-        others, weights, layers = (
-            row.unflatten(1, (pool.num_groups, -1))[:, group]
-            for row in (other, weight, layer)
-        )
-        for name, pages in (("keys", pool.keys), ("values", pool.values)):
-            before = inputs.given(name).flatten(1, 3)
-            taken = torch.take_along_dim(before, others[..., None], dim=1)
-            rows = slots, taken.flatten(0, 1), weights.flatten()
-            merge_pages(pages[group], *rows, pool.scales(name, layers.flatten()))
+    slots, layers = moves.dest.flatten(), layer.flatten()
+    for name, pages in (("keys", pool.keys[0]), ("values", pool.values[0])):
+        before = inputs.given(name).flatten(1, 3)
+        taken = torch.take_along_dim(before, other[..., None], dim=1)
+        rows = slots, taken.flatten(0, 1), weight.flatten()
+        merge_pages(pages, *rows, pool.scales(name, layers))
 
 
 logger = init_logger("vllm.kv_policy")
@@ -285,11 +280,10 @@ class Compactor:
         num_places = lists.pages.shape[-1] * block_size
         sources = list_survivors(survives, lists.first, num_places, block_size)
         if batch.policy.shuffled is not None:
-            pages = lists.pages.unflatten(1, (self.pool.num_groups, -1))
-            given = sources, held.max_tokens, batch.sent["seeds"]
-            pages, sources = batch.policy.shuffled(pages, *given)
+            given = lists.pages, sources, held.max_tokens, batch.sent["seeds"]
+            pages, sources = batch.policy.shuffled(*given)
             unmoved = torch.zeros_like(lists.pages, dtype=torch.bool)  # nor in order
-            lists = replace(lists, pages=pages.flatten(1), unmoved=unmoved)
+            lists = replace(lists, pages=pages, unmoved=unmoved)
         return Destinations(lists, sources)
 
     def _move(self, batch: Batch, choice: Choice, destinations: Destinations) -> None:
@@ -303,15 +297,14 @@ class Compactor:
             lists.unmoved,
             held.max_tokens,
             pool.block_size,
-            pool.num_groups,
+            groups=1,
         )
         for capture in self.captures:
             capture.move(moves)
-        for group in range(pool.num_groups):
-            slots = moves.source[group].flatten(), moves.dest[group].flatten()
-            stays = None if moves.in_place is None else moves.in_place[group].flatten()
-            for pages in pool.tokens_of(group):
-                compact_pages(pages, *slots, moves.first[group], stays)
+        slots = moves.source.flatten(), moves.dest.flatten()
+        stays = None if moves.in_place is None else moves.in_place.flatten()
+        for pages in pool.tokens:
+            compact_pages(pages, *slots, moves.first[0], stays)
         if choice.decision.merge is not None:
             merge_dropped(pool, held, destinations, choice, moves)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -46,9 +45,7 @@ from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.tier import Tier
 from vllm_kvpolicy.worker.warmup import DummyEvents
 
-logger = init_logger("vllm.kv_policy")
-
-# Kinds of these tables.
+# Kinds of side tables.
 VALUES = "values of kept tokens"
 PAGES = "decisions and bounds of pages"
 LISTS = "page lists of heads"
@@ -399,12 +396,6 @@ class WorkerSetup:
         is_captured = compat.captures_attention(self.vllm_config)
         if isinstance(self.tables, PhysicalTables):
             return EqualTier(self.requests, pool, self.tables, is_captured)
-        if not pool.spans_layers:
-            logger.warning(
-                "KV policy: each layer has a separate allocation, so pages cannot "
-                "move between layers; a request holds as many superblocks as its "
-                "largest layer needs"
-            )
         lists = HeadTables(
             self.requests,
             pool.num_blocks,

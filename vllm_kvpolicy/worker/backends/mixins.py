@@ -201,7 +201,7 @@ class KVPolicyImplMixin:
             sizes = self.scale, step.common.max_query_len
             step.exact.attend(index, batch, queries, result, *sizes)
         else:
-            pages = runtime.tier.pool.pages_of(index)
+            pages = runtime.tier.pool.pages.unsqueeze(1)
             metadata = attn_metadata.kv_policy_stock(batch)
             attend(layer, queries, key, value, pages, metadata, result, *args, **kwargs)
         if batch.order is not None:

@@ -28,9 +28,6 @@ from vllm_kvpolicy.worker.transfer import Integers
 class RaggedTier(Tier):
     """Every head holds its own number of pages, on pages of any head and layer.
 
-    Where pages cannot leave their layer (`PagePool.spans_layers`), each layer shares
-    out its own part of the superblocks.
-
     Args:
         selection: selects the pages that queries read; None if they read all.
         exact: masks tokens as soon as they are dropped; None if events drop them.
@@ -48,7 +45,6 @@ class RaggedTier(Tier):
     ) -> None:
         super().__init__(requests, pool)
         self.lists, self.tables = lists, tables
-        self.num_groups = pool.num_groups
         self._nothing = torch.zeros_like(requests.skip)
         self.is_captured, self.selection, self.exact = is_captured, selection, exact
 
@@ -59,8 +55,7 @@ class RaggedTier(Tier):
         return self.lists.first[index].long()
 
     def numbers(self, events: Sequence[CompactEvent]) -> dict[str, Integers]:
-        block_size, per_group = self.pool.block_size, self.num_heads // self.num_groups
-        total = [[len(event.dest_blocks) * per_group] for event in events]
+        block_size = self.pool.block_size
         return super().numbers(events) | {
             "which": range(len(events)),
             "recent": padded([e.leaving_blocks + e.local_blocks for e in events]),
@@ -69,7 +64,7 @@ class RaggedTier(Tier):
                 min(-(-always_kept(e, block_size) // block_size), len(e.source_blocks))
                 for e in events
             ],
-            "total": total * np.ones((1, self.num_groups), np.int64),
+            "total": [len(event.dest_blocks) * self.num_heads for event in events],
         }
 
     def longest(self, event: CompactEvent) -> int:
@@ -99,25 +94,19 @@ class RaggedTier(Tier):
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
         """Round the policy's choice to whole pages that fill the destinations.
 
-        A dynamic policy may leave some empty, except where pages cannot leave their
-        layer.
+        A dynamic policy may leave some empty.
         """
-        held, sent = batch.held, batch.sent
-        block_size, per_group = self.pool.block_size, self.num_heads // self.num_groups
-        counts = count_in_pages(keep, held.num_pages, block_size)
-        floors = torch.minimum(held.num_pages, sent["floor"][:, None])
-        shape = (floors.numel() // per_group, per_group)
-        quota = page_quota(
-            counts.reshape(shape),
-            floors.view(shape),
-            held.num_pages.reshape(shape),
-            sent["total"].flatten(),
+        held, sent, block_size = batch.held, batch.sent, self.pool.block_size
+        return page_quota(
+            count_in_pages(keep, held.num_pages, block_size),
+            torch.minimum(held.num_pages, sent["floor"][:, None]),
+            held.num_pages,
+            sent["total"],
             block_size,
             most=held.max_tokens,
             # One page at least, so that an event always has a destination.
-            fills=self.num_groups > 1 or not batch.policy.dynamic,
+            fills=not batch.policy.dynamic,
         )
-        return quota.view(counts.shape)
 
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
         return assign_pages(
@@ -127,7 +116,7 @@ class RaggedTier(Tier):
             quota,
             self.pool.num_blocks,
             self.pool.num_heads,
-            self.num_groups,
+            groups=1,
         )
 
     def commit(self, batch: Batch, lists: PageLists) -> EventAnswer:
