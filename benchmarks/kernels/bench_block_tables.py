@@ -20,8 +20,9 @@ ours     each (layer, head) has a list of its own of whole pages, and any page o
 
 A superblock has one page per (layer, head). Newest tokens are left out: they are the
 same everywhere. Tables of the first four are models of the paper's, those of "ours"
-and of "rewrite" are what the plugin builds: `RaggedTier`, `HeadTables`, `Folder` and
-`RequestTable`. Before anything is timed, its lists are compared with the accounting.
+and of "rewrite" are what the plugin builds: `RaggedTier`, `HeadTables`, `FoldedTables`
+and `RequestTable`. Before anything is timed, its lists are compared with the
+accounting.
 """
 
 import argparse
@@ -182,9 +183,8 @@ class HeadPages:
         block = torch.zeros(1, 1, dtype=torch.int64, device=device)
         own = pool.own_pages(block).flatten()
         tables = HeadTables(self.requests, num_blocks, own, case.heads)
-        room = FoldedTables(case.layers, case.heads, 0, 0, device)
-        self.tier = RaggedTier(self.requests, pool, tables, room)
-        self.folder = self.tier.folder
+        self.folded = FoldedTables(case.layers, case.heads, 0, 0, device)
+        self.tier = RaggedTier(self.requests, pool, tables, self.folded)
         self.physical = PhysicalTables(self.requests, case.requests, case.tokens)
         order = torch.randperm(
             num_blocks, generator=torch.Generator().manual_seed(0)
@@ -232,8 +232,8 @@ class HeadPages:
         policy: Any = SimpleNamespace(dynamic=True)
 
         def find() -> Any:
-            sent = to_device_together(self.tier.numbers([event], rows), self.device)
-            held = self.tier.held([event], rows, sent)
+            sent = to_device_together(self.tier.numbers([event]), self.device)
+            held = self.tier.held([event], sent)
             batch = Batch([event], policy, rows, sent, held)
             return batch, self.tier.assign(batch, self.tier.quota(batch, keep))
 
@@ -244,12 +244,12 @@ class HeadPages:
 
     def build(self) -> FoldedBatch:
         """Return the tables of a step in which lists have changed."""
-        self.folder.forget(self.ids)
-        return self.folder.fold(self.common, self.ids)
+        self.folded.forget(self.ids)
+        return self.build_again()
 
     def build_again(self) -> FoldedBatch:
         """Return the tables of a step in which none has."""
-        return self.folder.fold(self.common, self.ids)
+        return self.folded.fold(self.tier.lists, self.common, self.ids)
 
     def build_equal(self, superblocks: int) -> torch.Tensor:
         """Return [R, P] int32, a step's table if all heads held `superblocks`."""

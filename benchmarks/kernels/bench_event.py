@@ -94,6 +94,7 @@ def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
     """Return the runtime of a worker whose KV caches are [L, B, H, N, 2D]."""
     from vllm_kvpolicy.kernels.rope import Rope
     from vllm_kvpolicy.policies.compose import build
+    from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK
     from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
     from vllm_kvpolicy.worker.compaction import remembered
     from vllm_kvpolicy.worker.request_table import RequestTable
@@ -105,7 +106,8 @@ def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
     policies = {policy: build(policy, config.resolved(policy).options)}
     needs = policies[policy].needs
     requests = RequestTable(1, BLOCKS, PAGE, device)
-    return WorkerSetup(
+    setup = object.__new__(WorkerSetup)  # of parts, in place of a loaded model
+    vars(setup).update(
         vllm_config=SimpleNamespace(
             instance_id="bench",
             parallel_config=SimpleNamespace(data_parallel_index=0),
@@ -127,7 +129,11 @@ def make_worker(policy: str, tokens: int, caches: torch.Tensor) -> Any:
             num_memories=len(remembered(needs)),
             is_ragged=False,
         ),
-    ).bind(keys_are_columns=True)
+        shard=ALL_HEADS,
+        ranks=ONE_RANK,
+        dummy_events=lambda pool: SimpleNamespace(most_tokens=dict),
+    )
+    return setup.bind(keys_are_columns=True)
 
 
 def make_event(policy: str, tokens: int, ordinal: int) -> Any:

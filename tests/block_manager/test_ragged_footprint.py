@@ -74,7 +74,8 @@ def page_quota(
     )
     policy: Any = SimpleNamespace(dynamic=dynamic)
     chosen = torch.arange(event.position) < keep[..., None]
-    sent = to_device_together(tier.numbers([event], [0]), CPU)
+    tier.requests.take(event.request_id)
+    sent = to_device_together(tier.numbers([event]), CPU)
     return tier.quota(Batch([event], policy, [0], sent, held), chosen)[0]
 
 

@@ -235,7 +235,7 @@ def cached_pages(engine: Engine) -> dict[tuple[int, Any], torch.Tensor]:
     for capture in engine.worker.kv_policy_setup.captures:
         if isinstance(capture, VisibleUntil):
             pages = len(caches[0]) * HEADS
-            caches += [part for u in capture.until[:1] for part in u.split(pages)]
+            caches += capture.until.split(pages)
     caches = [cache.reshape(len(blocks), -1).float() for cache in caches]
     return {
         (block.block_id, block.block_hash): torch.cat(

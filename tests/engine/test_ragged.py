@@ -1,4 +1,4 @@
-"""Heads of different lengths: neighbours, sizes that follow the text, separate layers.
+"""Heads of different lengths: neighbours, and sizes that follow the text.
 
 The oracles cover selection and replay of every ragged policy; these are the cases that
 need engines of their own.
@@ -15,10 +15,8 @@ from support.engine.helpers import Engine, Job, Run, make_jobs
 from support.engine.oracle_replay import check_replay
 from support.engine.reference_decoder import ReferenceDecoder
 from support.sweeps import some
-from vllm_kvpolicy.worker import pages
 
 VALUES = {"budget": 128, "interval": 56, "prefill_interval": 256}
-RAGGED = {"policy": "adakv-snapkv", **VALUES}
 DYNAMIC = {
     "policy": "hard-snapkv",
     **VALUES,
@@ -95,32 +93,6 @@ def test_answers_hold_under_preemption(
     assert run.preemptions > 0
     for result in run.results.values():
         check_replay(decoder, result)
-
-
-@pytest.mark.parametrize("policy", some(["hard-snapkv", "identity", "adakv-snapkv"]))
-def test_layers_in_allocations_of_their_own(
-    tiny_model: Path,
-    tmp_path: Path,
-    stock: Run,
-    decoder: ReferenceDecoder,
-    policy: str,
-    monkeypatch,
-) -> None:
-    """Pages then change heads but not layers, which share out their own parts."""
-    monkeypatch.setattr(pages, "_one_allocation", lambda caches: None)
-    values = {"policy": policy, **VALUES}
-    if policy == "identity":
-        values["policy_config"] = {"ragged": True}
-    with Engine(tiny_model, values, tmp_path) as engine:
-        assert not engine.runtime.compactor.pool.spans_layers
-        run = engine.run(jobs())
-    if policy == "identity":
-        assert run.tokens == stock.tokens
-    for result in run.results.values():
-        check_replay(decoder, result)
-        for event in result.events:
-            per_layer = (event.survivors >= 0).sum((1, 2))
-            assert len(set(per_layer.tolist())) == 1
 
 
 def test_merging_dropped_tokens_changes_answers_and_nothing_else(

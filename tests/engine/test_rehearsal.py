@@ -13,6 +13,10 @@ from vllm_kvpolicy.worker.warmup import NAMES, DummyEvents, warm_up
 POLICY = {"policy": "ams-tova", "budget": 64, "interval": 32, "recent": 8}
 
 
+def dummies_of(engine: Engine) -> DummyEvents:
+    return engine.worker.kv_policy_setup.dummy_events(engine.runtime.compactor.pool)
+
+
 @pytest.mark.parametrize(
     "allow", [["snapkv", "epikv", "keydiff"], ["hard-snapkv", "tova+quest"]]
 )
@@ -25,7 +29,7 @@ def test_answers_are_those_of_an_engine_that_did_not_warm_up(
             runtime = engine.runtime
             if warms_up:
                 before = window_usage.calls.total()
-                warm_up(runtime, engine.worker.kv_policy_config, 500, 2)
+                warm_up(runtime, dummies_of(engine))
                 assert window_usage.calls.total() > before
                 assert not runtime.requests.row_of and not runtime.take_answers()
             policies = engine.worker.kv_policy_config.policies
@@ -84,4 +88,4 @@ def test_events_that_find_no_memory_say_what_to_lower(tiny_model, monkeypatch) -
         monkeypatch.setattr(Compactor, "run", run)
         said = "ams-tova: no memory for .* at 96 tokens; lower --gpu-memory-utilization"
         with pytest.raises(ValueError, match=said):
-            warm_up(engine.runtime, engine.worker.kv_policy_config, 500, 2)
+            warm_up(engine.runtime, dummies_of(engine))

@@ -122,9 +122,8 @@ def test_a_reused_slot_starts_clean(tiny_model: Path, tmp_path: Path) -> None:
         memory = engine.runtime.compactor.memory
         memory.survivors.fill_(1e30)
         memory.local.fill_(1e30)
-        pool = engine.runtime.compactor.pool
-        for layer in range(pool.num_layers):
-            pool.vectors_of(layer).fill_(1e30)  # query windows and all others
+        pages = engine.runtime.compactor.pool.pages
+        pages.fill_(1e30)  # query windows and all others
         engine.runtime.requests.global_blocks[:-1] = 1
         after = engine.run(jobs)
     assert after.tokens == fresh.tokens

@@ -83,7 +83,7 @@ def test_a_call_recorded_at_length_one_serves_long_steps(
     assert rows > len(scene.batch) + padding
     longest = config.model_config.max_model_len
     assert columns == longest // SHAPE.block
-    assert scene.build_empty().kv_policy_folded.batch.max_length == longest
+    assert scene.build_empty().kv_policy_folded.folded.max_length == longest
     judge(scene, replay(scene)).check()
 
 
@@ -109,7 +109,7 @@ def test_a_mistake_is_found(config: Any, mistake: str) -> None:
     elif mistake == "head":
         tables.pages[:] = tables.pages.flip(2)
     else:
-        order = built.kv_policy_folded.batch.order
+        order = built.kv_policy_folded.folded.order
         order[:] = order.flip(0)
     scene.forward(built, output)
     with pytest.raises(AssertionError, match="allowed"):

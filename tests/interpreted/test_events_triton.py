@@ -51,16 +51,12 @@ def test_events_leave_the_same_cache(name: str) -> None:
     torch.testing.assert_close(found.local, expected.local, **close)
 
 
-@pytest.mark.parametrize("one_allocation", [True, False], ids=["one", "apart"])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
-def test_every_head_holds_its_own_tokens_in_triton(
-    is_ragged: bool, one_allocation: bool
-) -> None:
+def test_every_head_holds_its_own_tokens_in_triton(is_ragged: bool) -> None:
     """Requests come, go and are preempted; every token is checked after every step."""
     before = compact_pages.calls["triton"]
     policy = ScriptedPolicy(is_ragged, False)
-    setup = Setup(policy, is_ragged=is_ragged, one_allocation=one_allocation)
-    totals = Chain(setup).run(18)
+    totals = Chain(Setup(policy, is_ragged=is_ragged)).run(18)
     assert totals["events"] > 5
     most = 3  # events of a step, and so of a batch
     assert most * (compact_pages.calls["triton"] - before) >= totals["events"]

@@ -8,12 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, SIZE, make_inputs
-from support.made_gates import make_gates
-from vllm_kvpolicy.kernels import wgkv_gate
-from vllm_kvpolicy.kernels.paged import PagedTokens
+from support.event_inputs import EVENTS, HEADS, LAYERS, SHORTEST, make_inputs
 from vllm_kvpolicy.policies import names as registry
-from vllm_kvpolicy.policies.admissions.wgkv import WriteGates
 from vllm_kvpolicy.policies.base import EventInputs, Needs, Policy
 from vllm_kvpolicy.policies.compose import MEMORY, AdmittedPolicy, assemble
 from vllm_kvpolicy.policies.model_files import ModelShape
@@ -145,29 +141,6 @@ def test_a_gate_of_zero_is_remembered_as_evaluated() -> None:
     inputs = remembered(inputs, torch.zeros_like(inputs.memory[MEMORY]))
     gates = policy.decide(replace(inputs, fresh_tokens=40), BUDGET).memory[MEMORY]
     assert (gates[..., :40] > 0).all() and gates[..., 0].max() < 1e-30
-
-
-def test_gates_do_not_depend_on_how_many_are_copied_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gates = make_gates(LAYERS, HEADS, SIZE)
-    inputs = make_inputs(WriteGates(gates, None, False).needs)
-    token = torch.arange(30).expand(EVENTS, LAYERS, HEADS, -1)
-    whole = WriteGates(gates, None, False).gates(inputs, token)
-    sizes = []
-    some = wgkv_gate._some
-
-    def counted(keys: PagedTokens, part: Tensor, *others: Any) -> Tensor:
-        sizes.append(part.shape[-1])
-        return some(keys, part, *others)
-
-    monkeypatch.setattr(wgkv_gate, "_some", counted)
-    copied = 7 * 8 * EVENTS * LAYERS * HEADS * SIZE
-    monkeypatch.setattr(wgkv_gate, "CHUNK_BYTES", copied)
-    assert torch.allclose(
-        WriteGates(gates, None, False).gates(inputs, token), whole, atol=1e-6
-    )
-    assert sizes == [7, 7, 7, 7, 2]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from support.golden import Golden
 from vllm_kvpolicy.kernels.ranking import top_k_mask
 from vllm_kvpolicy.policies.scorers._signals import (
     channel_variance,
-    rolling_zscore,
     signals_from_hidden,
 )
 from vllm_kvpolicy.policies.scorers.epikv import MIXES, best_of_segments, lag_spread
@@ -139,22 +138,6 @@ def test_variance_of_channels(
     rtol = ULP_BF16 if dtype == "bf16" else 1e-6
     want = trace[f"{dtype}_{name}_g"]
     np.testing.assert_allclose(torch.stack(layers).mean(0), want, rtol=rtol)
-
-
-@pytest.mark.parametrize("index", TRACES)
-@pytest.mark.parametrize("variant", SIGNALS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_zscores_and_their_difference(
-    golden: Golden, index: int, variant: str, dtype: str
-) -> None:
-    trace, prefix = Trace(golden, index), f"{dtype}_{SIGNALS[variant]}_"
-    stored = [trace[f"{prefix}g_{band}"] for band in "ab"]
-    for band, signal in zip("ab", stored, strict=True):
-        row = torch.from_numpy(signal)[None]
-        got = rolling_zscore(row, torch.zeros(1).long(), trace.window)[0]
-        np.testing.assert_allclose(got, trace[f"{prefix}z_{band}"], atol=1e-6)
-    got = scores(trace, variant, stored)
-    np.testing.assert_allclose(got, trace[f"{prefix}score"], atol=1e-6)
 
 
 @pytest.mark.parametrize("index", TRACES)

@@ -1,4 +1,4 @@
-"""Hard-KV's sizes and selections, against nuclei counted in loops over tokens."""
+"""Hard-KV's sizes, selections and pairs, against loops over tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from support.brute_ams import best
 from support.event_inputs import (
-    GROUP,
+    EVENTS,
     HEADS,
     LAYERS,
     ROWS,
@@ -17,13 +17,19 @@ from support.event_inputs import (
     choose,
     make_inputs,
     marked,
+    one_event,
+    window_logits,
 )
 from support.words import built
+from vllm_kvpolicy.kernels.window_usage import window_usage_ref
+from vllm_kvpolicy.policies import compose as factory
 from vllm_kvpolicy.policies.allocators.hard import (
     LEAST,
     PAPER,
     TEMPERATURE,
     HardAllocator,
+    choose_merge,
+    pair_up,
     scale_to,
 )
 from vllm_kvpolicy.policies.base import Decision, EventInputs
@@ -52,12 +58,8 @@ def case(**changes: Any) -> tuple[Tensor, EventInputs]:
 
 def nuclei(inputs: EventInputs, at: tuple[int, int, int], mass: float) -> list[list]:
     """Tokens of each row's nucleus by raw attention, best first."""
-    e, layer, head = at
-    length, found = int(inputs.lengths[at]), []
-    for w in range(WINDOW):
-        group = inputs.queries[e, layer, head * GROUP : (head + 1) * GROUP, w].double()
-        keys = inputs.keys[at][: length - WINDOW + w + 1].double()
-        probs = torch.softmax((group @ keys.T).amax(0) * inputs.scale, 0)
+    found = []
+    for probs in window_logits(inputs, at, WINDOW).amax(0).softmax(-1):
         best_first = probs.sort(descending=True)
         total, row = 0.0, []
         for prob, i in zip(*map(Tensor.tolist, best_first), strict=True):
@@ -219,25 +221,124 @@ def test_bounds_pass_the_rest_on_evenly() -> None:
     assert scaled([20, 20, 60], 300, 20, 60) == [60, 60, 60]
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_scaled_sizes_add_up(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    floors = torch.randint(0, 20, (4, 16), generator=generator)
-    caps = floors + torch.randint(0, 2000, (4, 16), generator=generator)
-    sizes = torch.randint(0, 2000, (4, 16), generator=generator).clamp(floors, caps)
-    low, high = floors.sum(-1), caps.sum(-1)
-    share = torch.rand(4, generator=generator)
-    total = (low + share * (high - low)).long()
-    got = scale_to(total, sizes, floors, caps)
-    assert torch.equal(got.sum(-1), total)
-    assert ((got >= floors) & (got <= caps)).all()
-    # A larger head never ends up smaller, unless a bound of its own says so.
-    inside = (got > floors) & (got < caps)
-    for g in range(4):
-        pairs = sorted(
-            (int(s), int(n))
-            for s, n, free in zip(sizes[g], got[g], inside[g], strict=True)
-            if free
-        )
-        for (_, less), (_, more) in zip(pairs, pairs[1:], strict=False):
-            assert less <= more + 1
+# -- pairs -----------------------------------------------------------------------------
+
+OPTIONS = {"window": WINDOW, "hard_merge": True}
+NAMES = ("hard-snapkv", "hard-keydiff", "hard-tova")
+
+
+def decide(
+    name: str = "hard-snapkv",
+    inputs: EventInputs | None = None,
+    budget: int = BUDGET,
+    **options: Any,
+) -> tuple[EventInputs, Decision]:
+    policy = factory.build(name, OPTIONS | options)
+    if inputs is None:
+        inputs = make_inputs(policy.needs)
+        inputs = replace(inputs, keys=inputs.keys * 2)
+    return inputs, policy.decide(inputs, budget)
+
+
+def test_what_goes_first_is_merged_into_nothing() -> None:
+    inputs, _ = decide()
+    candidates = inputs.must_keep | (torch.arange(TOKENS) % 3 > 0)
+    _, got = decide(inputs=replace(inputs, candidates=candidates))
+    assert got.merge is not None
+    partner = got.merge.partner
+    taken = candidates.gather(-1, partner.clamp_min(0))
+    assert (partner >= 0).any() and (taken | (partner < 0)).all()
+
+
+@pytest.mark.parametrize("budget", [60, 100])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_strongest_survivor_takes_the_weakest(name: str, budget: int) -> None:
+    inputs, got = decide(name, budget=budget)
+    assert got.merge is not None
+    spare_dropped = spare_survivors = False
+    for at in ROWS:
+        held = range(int(inputs.lengths[at]))
+        free = [i for i in held if not inputs.must_keep[at][i]]
+        survivors = [i for i in free if got.keep[at][i]]
+        dropped = [i for i in free if not got.keep[at][i]]
+        logits, score = window_logits(inputs, at, WINDOW), got.score[at].tolist()
+        mass = logits.softmax(-1).mean((0, 1)).tolist()
+        # Stable sorts of later positions first: the project's order of ties.
+        survivors.sort(key=lambda i: (mass[i], i), reverse=True)
+        dropped.sort(key=lambda i: (score[i], i), reverse=True)
+        count = min(len(survivors), len(dropped))
+        spare_dropped |= len(dropped) > count
+        spare_survivors |= len(survivors) > count
+        pairs = dict(zip(survivors, reversed(dropped[:count]), strict=False))
+        partner, weight = got.merge.partner[at], got.merge.weight[at]
+        for i in range(TOKENS):
+            assert partner[i] == pairs.get(i, -1), (at, i)
+            share = mass[i] / (mass[i] + mass[pairs[i]]) if i in pairs else 1.0
+            assert float(weight[i]) == pytest.approx(share, abs=1e-5)
+    assert spare_survivors if budget == 100 else spare_dropped
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("order", ["method", "attention"])
+def test_the_choice_does_not_depend_on_it(name: str, order: str) -> None:
+    inputs, merged = decide(name, hard_order=order)
+    _, plain = decide(name, inputs, hard_order=order, hard_merge=False)
+    assert torch.equal(merged.keep, plain.keep)
+    valid = inputs.valid
+    assert torch.equal(merged.score[valid], plain.score[valid])
+    assert merged.merge is not None and (merged.merge.partner >= 0).any()
+
+
+def test_it_is_off_by_default() -> None:
+    policy = factory.build("hard-snapkv", {"window": WINDOW})
+    assert not policy.needs.values
+    assert policy.decide(make_inputs(policy.needs), BUDGET).merge is None
+    assert factory.build("hard-snapkv", OPTIONS).needs.values
+
+
+def test_events_do_not_see_their_neighbours_or_padding() -> None:
+    inputs, together = decide()
+    for event in range(EVENTS):
+        width = int(inputs.lengths[event].max())
+        _, alone = decide(inputs=one_event(inputs, event, width))
+        for name in ("partner", "weight"):
+            expected = getattr(together.merge, name)[event, ..., :width]
+            assert torch.equal(getattr(alone.merge, name)[0], expected)
+
+
+def test_unattended_pairs_keep_the_survivor() -> None:
+    policy = factory.build("hard-snapkv", OPTIONS)
+    inputs = make_inputs(policy.needs)
+    # Next to keys this loud no other token gets any attention at all.
+    queries = torch.ones_like(inputs.queries)
+    keys = torch.where(inputs.must_keep[..., None], 1e4, inputs.keys)
+    got = policy.decide(replace(inputs, keys=keys, queries=queries), BUDGET)
+    assert (got.merge.partner >= 0).any()
+    assert (got.merge.weight == 1).all()
+
+
+def test_tokens_that_must_stay_are_in_no_pair() -> None:
+    inputs, got = decide()
+    # A budget below them leaves some out of the choice, and they stay all the same.
+    keep = got.keep & (torch.arange(TOKENS) % 3 > 0)
+    window = (inputs.queries, inputs.paged("keys"), inputs.lengths, inputs.scale)
+    usage = window_usage_ref(*window).mean
+    merge = choose_merge(keep, got.score, inputs, usage)
+    is_paired = merge.partner >= 0
+    assert (inputs.must_keep & ~keep & inputs.valid).any() and is_paired.any()
+    assert not (is_paired & (inputs.must_keep | ~keep)).any()
+    taken_in = torch.zeros(*keep.shape[:-1], TOKENS + 1, dtype=torch.bool)
+    taken_in.scatter_(-1, merge.partner.where(is_paired, TOKENS), True)
+    assert not (taken_in[..., :-1] & (inputs.must_keep | keep | ~inputs.valid)).any()
+
+
+def test_ties_and_unscored_tokens_by_hand() -> None:
+    nan = torch.nan
+    got = pair_up(
+        strong=torch.tensor([0, 1, 1, 1, 0, 0, 0], dtype=torch.bool),
+        weak=torch.tensor([0, 0, 0, 0, 1, 1, 0], dtype=torch.bool),
+        attention=torch.tensor([9.0, 0.2, 0.2, 0.1, 9.0, 9.0, 9.0]),
+        order=torch.tensor([9.0, 9.0, 9.0, 9.0, nan, -5.0, nan]),
+    )
+    # Of the equal ones the later is the stronger; the unscored token is the weaker.
+    assert got.tolist() == [-1, 5, 4, -1, -1, -1, -1]

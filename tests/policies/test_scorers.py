@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from support import event_inputs
+from support.calibration_files import make_calibration
 from support.words import built
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import EventInputs
@@ -18,6 +20,7 @@ from vllm_kvpolicy.policies.scorers.expected import turn_ahead
 from vllm_kvpolicy.policies.scorers.h2o import H2OScorer
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.lagkv import LagKVScorer
+from vllm_kvpolicy.policies.scorers.qfilter import QFilterScorer
 from vllm_kvpolicy.policies.scorers.random import RandomScorer, mix
 from vllm_kvpolicy.policies.scorers.rpc import RPCScorer
 from vllm_kvpolicy.policies.scorers.tova import TovaScorer
@@ -57,20 +60,10 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weight / weight.sum()
 
 
-def window_probs(inputs: EventInputs, e: int, layer: int, head: int) -> np.ndarray:
+def window_probs(inputs: EventInputs, *at: int) -> np.ndarray:
     """Causal attention [G, W, length] of the queries of one KV head."""
-    n = int(inputs.lengths[e, layer, head])
-    keys = inputs.keys[e, layer, head, :n].double().numpy()
-    queries = inputs.queries[e, layer, head * GROUP : (head + 1) * GROUP]
-    window = queries.shape[1]
-    used = min(window, max(n - 1, 1))
-    probs = np.zeros((GROUP, used, n))
-    for g in range(GROUP):
-        for w in range(used):
-            seen = n - used + w + 1
-            query = queries[g, window - used + w].double().numpy()
-            probs[g, w, :seen] = softmax(keys[:seen] @ query * SCALE)
-    return probs
+    window = inputs.queries.shape[-2]
+    return event_inputs.window_logits(inputs, at, window).softmax(-1).numpy()
 
 
 def pooled(row: np.ndarray, kernel: int) -> np.ndarray:
@@ -269,3 +262,31 @@ def test_missing_inputs_are_errors(scorer: BaseScorer, field: str) -> None:
         scorer.score(without, None)
     with pytest.raises(ValueError, match="usage: expected"):
         built(TovaScorer).score(make_inputs(built(TovaScorer)), None)
+
+
+# -- Q-Filters: each layer and head on its own filter ----------------------------------
+
+
+def qfilter(num_layers: int = event_inputs.LAYERS) -> QFilterScorer:
+    sizes = (num_layers, event_inputs.HEADS, event_inputs.GROUP, event_inputs.SIZE)
+    return QFilterScorer(make_calibration("qfilter", *sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_loops(dtype: torch.dtype) -> None:
+    made = qfilter()
+    inputs = event_inputs.make_inputs(made.needs, dtype=dtype)
+    got = made.score(inputs, None)
+    assert got.dtype == torch.float32 and got.shape == inputs.must_keep.shape
+    for e, layer, head in product(*map(range, inputs.lengths.shape)):
+        along = made.filters[layer, head].tolist()
+        for t in range(inputs.lengths[e, layer, head]):
+            key = inputs.keys[e, layer, head, t].tolist()
+            want = -sum(f * k for f, k in zip(along, key, strict=True))
+            assert got[e, layer, head, t].item() == pytest.approx(want, abs=1e-5)
+
+
+def test_filters_of_another_number_of_layers() -> None:
+    made = qfilter(num_layers=event_inputs.LAYERS + 1)
+    with pytest.raises(RuntimeError, match="expand"):
+        made.score(event_inputs.make_inputs(made.needs), None)

@@ -38,16 +38,13 @@ def scores_by_loops(
     inputs: EventInputs, row: Row, window: int, kernel: int
 ) -> dict[int, float]:
     """Score the droppable tokens of a row in float64."""
-    event, layer, head = row
     length = int(inputs.lengths[row])
     window = min(window, max(length - 1, 1))
     must = events.marked(inputs.must_keep, row)
     old = [i for i in held_by(inputs, row) if i not in must and i < length - window]
     if not old:
         return {}
-    group = slice(head * events.GROUP, (head + 1) * events.GROUP)
-    queries = inputs.queries[event, layer, group, -window:].double()
-    logits = queries @ inputs.keys[row][old].double().T * inputs.scale
+    logits = events.window_logits(inputs, row, window)[..., old]
     received = logits.softmax(-1).amax(0).mean(0).tolist()
     reach = kernel // 2
     return {

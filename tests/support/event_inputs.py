@@ -5,12 +5,11 @@ without gaps. Padding is NaN where it may hold anything. No value decides a shap
 the builders also run on fake tensors.
 """
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import product
-from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from vllm_kvpolicy.kernels.rope import Rope
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
@@ -101,31 +100,21 @@ def _positions(
 def one_event(inputs: EventInputs, event: int, width: int) -> EventInputs:
     """Return event `event` alone, padded to `width` tokens."""
 
-    def pick(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: pick(item) for name, item in value.items()}
-        return value[event : event + 1] if isinstance(value, torch.Tensor) else value
-
-    def cut(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: cut(item) for name, item in value.items()}
-        return value[:, :, :, :width] if isinstance(value, torch.Tensor) else value
-
-    picked = {item.name: pick(getattr(inputs, item.name)) for item in fields(inputs)}
-    return EventInputs(**picked | {name: cut(picked[name]) for name in BY_TOKEN})
+    given = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+    alone = tree_map_only(torch.Tensor, lambda part: part[event : event + 1], given)
+    by_token = {name: alone[name] for name in BY_TOKEN}
+    cut = tree_map_only(torch.Tensor, lambda part: part[:, :, :, :width], by_token)
+    return EventInputs(**alone | cut)
 
 
 def on_device(inputs: EventInputs, device: str) -> EventInputs:
     """Return the same event with all its tensors on `device`."""
 
-    def move(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {name: move(item) for name, item in value.items()}
-        if isinstance(value, Rope):
-            return replace(value, inv_freq=value.inv_freq.to(device))
-        return value.to(device) if isinstance(value, torch.Tensor) else value
-
-    moved = {item.name: move(getattr(inputs, item.name)) for item in fields(inputs)}
+    given = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
+    moved = tree_map_only(torch.Tensor, lambda part: part.to(device), given)
+    if inputs.rope is not None:
+        rope = replace(inputs.rope, inv_freq=inputs.rope.inv_freq.to(device))
+        moved["rope"] = rope
     return EventInputs(**moved)
 
 
@@ -148,6 +137,20 @@ def choose(
     """Return what an allocator chooses at events, as the worker asks it."""
     usage = measure_usage(allocator.needs, inputs)
     return allocator.choose(score, inputs, usage, budget)
+
+
+def window_logits(
+    inputs: EventInputs, at: tuple[int, int, int], window: int
+) -> torch.Tensor:
+    """Return a row's newest queries on its keys, [G, W, length] float64."""
+    event, layer, head = at
+    length = int(inputs.lengths[at])
+    window = min(window, max(length - 1, 1))
+    keys = inputs.given("keys")[at][:length].double()
+    group = slice(head * GROUP, (head + 1) * GROUP)
+    queries = inputs.given("queries")[event, layer, group, -window:].double()
+    later = torch.arange(length) > torch.arange(length - window, length)[:, None]
+    return (queries @ keys.T * inputs.scale).masked_fill(later, -torch.inf)
 
 
 def marked(mask: torch.Tensor, at: tuple[int, ...]) -> set[int]:

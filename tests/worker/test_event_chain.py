@@ -12,15 +12,12 @@ from support.worker.chain_policy import ScriptedPolicy
 from vllm_kvpolicy.policies.testing import MovementPolicy, exchanged, shuffled
 
 STEPS = 110
-APART = {"one_allocation": False}
 # Name: whether the policy is dynamic and whether it merges, and the setup.
 SETUPS: dict[str, tuple[bool, bool, dict[str, Any]]] = {
-    "equal, layers apart": (False, True, {"is_ragged": False, **APART}),
+    "equal, merged": (False, True, {"is_ragged": False}),
     "equal, shuffled": (False, False, {"is_ragged": False, "place": shuffled}),
     "ragged, columns": (False, True, {"is_ragged": True, "columns": True}),
-    "ragged, layers apart": (False, True, {"is_ragged": True, **APART}),
     "dynamic, late": (True, True, {"is_ragged": True, "latest": 4}),
-    "dynamic, layers apart": (True, False, {"is_ragged": True, **APART}),
 }
 # The roomy pool never preempts, the tight one does all the time.
 POOLS = {"roomy": 70, "tight": 26}
@@ -40,10 +37,9 @@ def test_every_head_holds_its_own_tokens(name: str) -> None:
     assert totals["finished"] > 20 and totals["preempted"] > 5
     assert (totals["uneven events"] > 60) == is_ragged
     assert (totals["merged tokens"] > 100) == merges
-    crosses_layers = is_ragged and changes.get("one_allocation", True)
-    if crosses_layers:
+    if is_ragged:
         assert totals["events without survivors of a head"] > 10
-    assert (totals["given back"] > 50) == (dynamic and crosses_layers)
+    assert (totals["given back"] > 50) == dynamic
 
 
 def test_batches_fit_their_room() -> None:
@@ -62,17 +58,13 @@ def test_batches_fit_their_room() -> None:
 
 
 @pytest.mark.parametrize("place", [shuffled, exchanged])
-@pytest.mark.parametrize("one_allocation", [True, False], ids=["one", "apart"])
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["equal", "ragged"])
-def test_moving_loses_nothing(
-    is_ragged: bool, one_allocation: bool, place: Any
-) -> None:
+def test_moving_loses_nothing(is_ragged: bool, place: Any) -> None:
     totals: Counter[str] = Counter()
     for num_blocks in (60, 45):
         setup = Setup(
             built(MovementPolicy, ragged=is_ragged),
             is_ragged=is_ragged,
-            one_allocation=one_allocation,
             place=place,
             moves=True,
             num_blocks=num_blocks,

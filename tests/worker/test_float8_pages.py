@@ -8,7 +8,6 @@ import torch
 from support.cpu import needs_float8
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.kernels.compact_pages import merge_pages
-from vllm_kvpolicy.kernels.page_bounds import page_bounds
 from vllm_kvpolicy.kernels.visibility import until_attention
 from vllm_kvpolicy.protocol import StepCommands, WindowCapture
 from vllm_kvpolicy.sizes import query_rows
@@ -48,10 +47,9 @@ def finite_bytes(kind: str, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.where(is_number, drawn, 1).to(torch.uint8)
 
 
-def make_pool(kind: str, apart: bool, columns: bool, dtype=torch.float32) -> PagePool:
+def make_pool(kind: str, columns: bool, dtype=torch.float32) -> PagePool:
     whole = finite_bytes(kind, LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
-    caches = [layer.clone() if apart else layer for layer in whole]
-    return PagePool(caches, columns, float8(kind, dtype))
+    return PagePool(list(whole), columns, float8(kind, dtype))
 
 
 def test_the_names_are_those_of_vllm() -> None:
@@ -78,16 +76,15 @@ def test_layers_tell_what_their_bytes_are(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-@pytest.mark.parametrize(("apart", "columns"), [(0, 0), (0, 1), (1, 0), (1, 1)])
+@pytest.mark.parametrize("columns", [False, True])
 @kinds
 def test_policies_read_numbers_times_the_scale_of_their_layer(
-    kind: str, apart: int, columns: int, dtype: torch.dtype
+    kind: str, columns: bool, dtype: torch.dtype
 ) -> None:
     """A row's page may lie anywhere; what counts is whose row it is."""
-    pool = make_pool(kind, bool(apart), bool(columns), dtype)
-    pages = pool.own_pages(torch.tensor([[3, 0], [4, 1]]))
-    if pool.spans_layers:
-        pages = pages.roll(1, 1)  # every layer's rows on pages of another
+    pool = make_pool(kind, columns, dtype)
+    # Every layer's rows are on pages of another.
+    pages = pool.own_pages(torch.tensor([[3, 0], [4, 1]])).roll(1, 1)
     count = SIZE + 5
     for name, scales in (("keys", KEY_SCALES), ("values", VALUE_SCALES)):
         views = pool.keys if name == "keys" else pool.values
@@ -103,10 +100,10 @@ def test_policies_read_numbers_times_the_scale_of_their_layer(
 @kinds
 def test_tokens_move_as_bytes(kind: str) -> None:
     for columns in (False, True):
-        pool = make_pool(kind, False, columns)
-        views = pool.tokens_of(0)
+        pool = make_pool(kind, columns)
+        views = pool.tokens
         assert {view.dtype for view in views} == {torch.uint8}
-        storage = pool.pages_of(0).untyped_storage().data_ptr()
+        storage = pool.pages.untyped_storage().data_ptr()
         assert {view.untyped_storage().data_ptr() for view in views} == {storage}
 
 
@@ -124,7 +121,7 @@ def test_the_layout_check_bears_any_rounding(
     with set_current_vllm_config(policy_config):
         impl = KVPolicyCPUImpl(2 * HEADS, DIM, 1.0, HEADS, None, None, kind)
     shape = (BLOCKS, HEADS, SIZE, 2 * DIM)
-    caches = [torch.zeros(shape, dtype=torch.uint8) for _ in range(LAYERS)]
+    caches = list(torch.zeros(LAYERS, *shape, dtype=torch.uint8))
     layers = [layer_of(kind, n, dtype, cache) for n, cache in enumerate(caches)]
     right, wrong = (PagePool(caches, o, float8(kind, dtype)) for o in (True, False))
     for index, layer in enumerate(layers):
@@ -161,12 +158,11 @@ def test_a_query_takes_more_rows_of_smaller_numbers() -> None:
     assert query_rows(engine_of(torch.float32, "fp8_e5m2")) == 12
 
 
-@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_queries_stay_unquantised(dtype: torch.dtype, apart: bool) -> None:
+def test_queries_stay_unquantised(dtype: torch.dtype) -> None:
     """What a window returns is, bit by bit, what attention was given."""
     group, window = 3, 7
-    pool = make_pool("fp8", apart, True, dtype)
+    pool = make_pool("fp8", True, dtype)
     parts = group * dtype.itemsize
     windows = QueryWindows(parts, window, CPU, is_captured=True)
     windows.bind(pool)
@@ -176,7 +172,7 @@ def test_queries_stay_unquantised(dtype: torch.dtype, apart: bool) -> None:
     rows = torch.tensor(blocks)[part // per_block] * per_block + part % per_block
     windows.targets[:] = rows.view(window, parts)
     queries = torch.randn(LAYERS, window, HEADS * group, DIM).to(dtype)
-    before = [pool.vectors_of(layer).clone() for layer in range(LAYERS)]
+    before = pool.vectors.clone()
     for layer, query in enumerate(queries):
         windows.observe(layer, query, query, query)
     found = windows.queries(rows[None], window)
@@ -184,8 +180,7 @@ def test_queries_stay_unquantised(dtype: torch.dtype, apart: bool) -> None:
     assert torch.equal(found[0].transpose(1, 2), queries)
     lent = torch.zeros(BLOCKS * per_block, dtype=torch.bool)
     lent[rows] = True
-    for layer, old in enumerate(before):
-        assert torch.equal(pool.vectors_of(layer)[~lent], old[~lent])
+    assert torch.equal(pool.vectors[:, ~lent], before[:, ~lent])
 
 
 def capture_of(name: str, blocks: tuple[int, ...]) -> WindowCapture:
@@ -195,8 +190,7 @@ def capture_of(name: str, blocks: tuple[int, ...]) -> WindowCapture:
 
 
 @pytest.mark.parametrize("kind", [*KINDS, None])
-@pytest.mark.parametrize("apart", [False, True])
-def test_no_query_is_left_in_a_superblock(kind: str | None, apart: bool) -> None:
+def test_no_query_is_left_in_a_superblock(kind: str | None) -> None:
     """Its bytes would be NaN to the next request, whose attention reads behind itself.
 
     Only those of requests that are gone or have had their event; other caches hold
@@ -205,9 +199,8 @@ def test_no_query_is_left_in_a_superblock(kind: str | None, apart: bool) -> None
     whole = torch.randint(1, 100, (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)).to(
         torch.uint8 if kind else torch.bfloat16
     )
-    caches = [layer.clone() if apart else layer for layer in whole]
-    before = torch.stack(caches).clone()
-    pool = PagePool(caches, True, float8(kind, torch.bfloat16) if kind else None)
+    before = whole.clone()
+    pool = PagePool(list(whole), True, float8(kind, torch.bfloat16) if kind else None)
     windows = QueryWindows(2, 3, CPU)
     windows.bind(pool)
     captures = [capture_of(name, at) for name, at in (("a", (4, 1)), ("b", (2,)))]
@@ -225,14 +218,13 @@ def test_no_query_is_left_in_a_superblock(kind: str | None, apart: bool) -> None
     )
     assert read["queries"].abs().sum() > 0  # read first
     windows.drop(["a", "b"])
-    after = torch.stack(caches)
     cleared = [1, 2, 4] if kind else []
-    assert not after[:, cleared].any()
+    assert not whole[:, cleared].any()
     rest = [block for block in range(BLOCKS) if block not in cleared]
-    assert torch.equal(after[:, rest], before[:, rest])
+    assert torch.equal(whole[:, rest], before[:, rest])
 
 
-# -- merges, bounds and masks ----------------------------------------------------------
+# -- merges and masks -----------------------------------------------------------------
 
 
 @kinds
@@ -252,18 +244,6 @@ def test_merged_tokens_are_rounded_and_bounded(kind: str) -> None:
     assert torch.equal(pages[2, 6].float(), torch.full((DIM,), limit))
     changed = pages.float().ne(before).any(-1).flatten().nonzero().flatten().tolist()
     assert set(changed) <= {37, 70}
-
-
-@kinds
-def test_bounds_are_of_what_is_stored(kind: str) -> None:
-    pool = make_pool(kind, False, True)
-    keys, pages = pool.keys[0], torch.tensor([7, 3, 7])
-    bounds = torch.zeros(2, len(keys), DIM)
-    page_bounds(bounds, keys, pages)
-    for page in (3, 7):
-        assert torch.equal(bounds[0, page], keys[page].float().amin(0))
-        assert torch.equal(bounds[1, page], keys[page].float().amax(0))
-    assert not bounds[:, [0, 1, 2, 4, 5, 6]].any()
 
 
 @kinds

@@ -36,7 +36,7 @@ class Batch(Lists):
     ) -> FoldedBatch:
         """Fold a step in which requests compute `counts` tokens each."""
         common = self.metadata(counts, padding, max_seq_len)
-        return self.folder.fold(common, self.names)
+        return self.folded.fold(self.tables, common, self.names)
 
     def check(self, folded: FoldedBatch, counts: list[int], padding: int = 0) -> None:
         """Compare every row that the kernel will see."""
@@ -117,16 +117,18 @@ def test_tables_are_up_to_date_at_every_step(
 
 def test_tables_that_graphs_read_are_not_made_anew() -> None:
     tables = FoldedTables(LAYERS, HEADS, 4, 9, CPU, is_final=True)
-    assert tables.with_room(4, 9) is tables
+    before = tables.pages
+    tables.make_room(4, 9)
+    assert tables.pages is before
     for size in ((5, 9), (4, 10)):
         with pytest.raises(RuntimeError, match="at most 4 of 9"):
-            tables.with_room(*size)
+            tables.make_room(*size)
 
 
 def test_a_captured_batch_may_hold_the_longest_request() -> None:
     """Kernels choose how to share out work by a length that replays will exceed."""
     batch = Batch(0, (8, 80))
-    batch.folder.warm_up(ROW)
+    batch.folded.warm_up(batch.tables, ROW)
     batch.names, batch.rows, batch.ends = [], {}, {}
     folded = batch.fold([], padding=3, max_seq_len=320)
     assert folded.max_length == 320 and folded.order is None

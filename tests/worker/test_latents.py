@@ -42,7 +42,7 @@ def test_a_page_is_of_vectors_whose_first_part_is_the_value() -> None:
             stock = whole[layer, block, 0]
             assert torch.equal(pool.keys[layer][page], stock)
             assert torch.equal(pool.values[layer][page], stock[:, :LATENT])
-            assert torch.equal(pool.tokens_of(0)[0][page], stock)
+            assert torch.equal(pool.tokens[0][page], stock)
     assert pool.held("values", ids, 2 * SIZE).shape == (1, LAYERS, 1, 2 * SIZE, LATENT)
 
 

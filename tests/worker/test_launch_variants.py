@@ -137,7 +137,7 @@ def recorded() -> Iterator[set[Variant]]:
 def without_data(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every tensor has a shape alone, and every operation is Triton's."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: host)
-    monkeypatch.setattr(pages, "_one_allocation", lambda caches: None)
+    monkeypatch.setattr(pages, "_lie_together", lambda caches: True)
     # How long lists are is read from the device, which here has nothing to say.
     rng, most = Random(0), VALUES["budget"] // LLAMA.block_size
     pages_of = lambda copy: np.full((2, 99), rng.randint(most, 3 * most))  # noqa: E731

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vllm_kvpolicy.worker.layers import check_known, logits_reader
+from vllm_kvpolicy.worker.layers import check_known, sink_logits
 
 
 def layer(sinks: torch.Tensor | None) -> SimpleNamespace:
@@ -21,18 +21,17 @@ def config(model_type: str) -> SimpleNamespace:
 
 def test_a_change_of_the_weights_is_read() -> None:
     layers = [layer(torch.tensor([1.0, 2.0], dtype=torch.bfloat16)) for _ in range(2)]
-    read = logits_reader(layers)
-    assert torch.equal(read(), torch.tensor([[1.0, 2.0]] * 2))
+    assert torch.equal(sink_logits(layers), torch.tensor([[1.0, 2.0]] * 2))
     layers[0].impl.sinks.fill_(5)  # in place
     layers[1].impl.sinks = torch.tensor([3.0, 4.0], dtype=torch.bfloat16)
-    got = read()
+    got = sink_logits(layers)
     assert got.dtype == torch.float32
     assert torch.equal(got, torch.tensor([[5.0, 5.0], [3.0, 4.0]]))
 
 
 def test_most_models_have_none() -> None:
-    assert logits_reader([layer(None), layer(None)])() is None
-    assert logits_reader([SimpleNamespace(impl=SimpleNamespace())])() is None
+    assert sink_logits([layer(None), layer(None)]) is None
+    assert sink_logits([SimpleNamespace(impl=SimpleNamespace())]) is None
 
 
 def test_sinks_of_other_models_are_refused() -> None:

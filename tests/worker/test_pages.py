@@ -1,23 +1,20 @@
-"""Page ids and views of a cache, in one allocation and apart, against indexing."""
+"""Page ids and views of a cache, against indexing."""
 
 import math
 
 import pytest
 import torch
 
-from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.worker.pages import PagePool
 
 LAYERS, BLOCKS, HEADS, SIZE, DIM = 3, 5, 2, 4, 6
-LAYOUTS = ["one", "apart"]
 ORDERS = [False, True]
 
 
-def make_caches(layout: str) -> list[torch.Tensor]:
+def make_caches() -> list[torch.Tensor]:
     """Return [B, H, N, 2D] per layer, every number different."""
     shape = (LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
-    whole = torch.arange(math.prod(shape)).view(shape).float()
-    return [layer if layout == "one" else layer.clone() for layer in whole]
+    return list(torch.arange(math.prod(shape)).view(shape).float())
 
 
 def expected(page: torch.Tensor, columns: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,9 +27,8 @@ def expected(page: torch.Tensor, columns: bool) -> tuple[torch.Tensor, torch.Ten
 
 
 @pytest.mark.parametrize("columns", ORDERS, ids=["rows", "columns"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_id_names_the_stock_page(layout: str, columns: bool) -> None:
-    caches = make_caches(layout)
+def test_every_id_names_the_stock_page(columns: bool) -> None:
+    caches = make_caches()
     pool = PagePool(caches, columns)
     blocks = torch.tensor([[3, 0, 4], [1, 2, 2]])
     ids = pool.own_pages(blocks)
@@ -45,49 +41,17 @@ def test_every_id_names_the_stock_page(layout: str, columns: bool) -> None:
         keys, values = expected(stock, columns)
         assert torch.equal(pool.keys[layer][page], keys)
         assert torch.equal(pool.values[layer][page], values)
-        assert torch.equal(pool.pages_of(layer)[page, 0], stock)
+        assert torch.equal(pool.pages[page], stock)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_ids_are_unique_where_pages_may_meet(layout: str) -> None:
-    pool = PagePool(make_caches(layout), False)
-    ids = pool.own_pages(torch.arange(BLOCKS)[None])[0]
-    is_one = layout == "one"
-    assert pool.spans_layers == is_one
-    assert pool.num_groups == (1 if is_one else LAYERS)
-    groups = ids.reshape(pool.num_groups, -1)
-    for group in groups:
-        assert sorted(group.tolist()) == list(range(groups.shape[-1]))
-
-
-@pytest.mark.parametrize("columns", ORDERS, ids=["rows", "columns"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("num_tokens", [8, 7, 5, 1])
-def test_gather_lines_tokens_up(layout: str, columns: bool, num_tokens: int) -> None:
-    caches = make_caches(layout)
-    pool = PagePool(caches, columns)
-    generator = torch.Generator().manual_seed(1)
-    # Any page of the same allocation, not only the head's own.
-    most = BLOCKS * HEADS * (LAYERS if pool.spans_layers else 1)
-    pages = torch.randint(most, (2, LAYERS, HEADS, 2), generator=generator)
-    for part, parts in enumerate((pool.keys, pool.values)):
-        found = PagedTokens(parts, pages, num_tokens).dense
-        assert found.shape == (2, LAYERS, HEADS, num_tokens, DIM)
-        for event, layer, head in torch.cartesian_prod(
-            torch.arange(2), torch.arange(LAYERS), torch.arange(HEADS)
-        ).tolist():
-            rows = []
-            for page in pages[event, layer, head].tolist():
-                where, stock = divmod(page, BLOCKS * HEADS)
-                where = where if pool.spans_layers else layer
-                block, own = divmod(stock, HEADS)
-                rows.append(expected(caches[where][block, own], columns)[part])
-            want = torch.cat(rows)[:num_tokens]
-            assert torch.equal(found[event, layer, head], want)
+def test_every_page_has_an_id_of_its_own() -> None:
+    pool = PagePool(make_caches(), False)
+    ids = pool.own_pages(torch.arange(BLOCKS)[None]).flatten()
+    assert sorted(ids.tolist()) == list(range(len(pool.pages)))
 
 
 @pytest.mark.parametrize("damage", ["order", "distance", "start"])
-def test_layers_that_do_not_follow_each_other_lie_apart(damage: str) -> None:
+def test_layers_that_do_not_follow_each_other_are_refused(damage: str) -> None:
     shape = (2 * LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
     layers = list(torch.zeros(shape))
     chosen = {
@@ -95,8 +59,9 @@ def test_layers_that_do_not_follow_each_other_lie_apart(damage: str) -> None:
         "distance": layers[::2],
         "start": [layers[1], layers[3]],
     }[damage]
-    assert not PagePool(chosen, False).spans_layers
-    assert PagePool(layers[2:4], False).spans_layers
+    with pytest.raises(ValueError, match="in one allocation, in order"):
+        PagePool(chosen, False)
+    PagePool(layers[2:4], False)
 
 
 def test_token_major_caches_are_refused() -> None:

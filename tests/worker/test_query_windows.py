@@ -20,30 +20,22 @@ LAYERS, BLOCKS, HEADS, SIZE, DIM, GROUP = 2, 9, 2, 4, 5, 3
 WIDTH, MOST_TOKENS, CPU = HEADS * GROUP * DIM, 12, torch.device("cpu")
 LONG, SHORT = 5, 2  # windows of two policies: two superblocks and one
 
-both_pools = pytest.mark.parametrize("apart", [False, True])
 both_captures = pytest.mark.parametrize("is_captured", [False, True])
 
 
 class World:
-    """A cache of random numbers and the windows in it.
+    """A cache of random numbers and the windows in it; `is_captured` is theirs."""
 
-    Args:
-        apart: every layer has an allocation of its own.
-        is_captured: as of `QueryWindows`.
-    """
-
-    def __init__(self, apart: bool = False, is_captured: bool = False) -> None:
-        whole = torch.randn(LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
-        self.caches = [layer.clone() if apart else layer for layer in whole]
-        pool = PagePool(self.caches, keys_are_columns=False)
-        assert pool.spans_layers is not apart
+    def __init__(self, is_captured: bool = False) -> None:
+        self.cache = torch.randn(LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM)
+        pool = PagePool(list(self.cache), keys_are_columns=False)
         self.windows = QueryWindows(GROUP, MOST_TOKENS, CPU, is_captured)
         self.windows.bind(pool)
         self.before = self.content()
 
     def content(self) -> torch.Tensor:
         """Return a copy of the cache, [L, B * 2N, H * D]."""
-        return torch.stack(self.caches).view(LAYERS, -1, HEADS * DIM).clone()
+        return self.cache.view(LAYERS, -1, HEADS * DIM).clone()
 
     def step(
         self, names: Sequence[str], starts: Sequence[int], *captures: WindowCapture
@@ -81,11 +73,10 @@ def as_read(queries: torch.Tensor) -> torch.Tensor:
     return queries.transpose(1, 2)
 
 
-@both_pools
 @both_captures
-def test_what_is_read_is_what_was_saved(apart: bool, is_captured: bool) -> None:
+def test_what_is_read_is_what_was_saved(is_captured: bool) -> None:
     """Two windows over two steps, in superblocks that are not neighbours."""
-    world, a, b = World(apart, is_captured), (7, 2), (3, 5)
+    world, a, b = World(is_captured), (7, 2), (3, 5)
     # a: its last two tokens of five, then three; b: four of its six, then one.
     first = world.step(
         ["a", "b"],
@@ -108,12 +99,9 @@ def test_what_is_read_is_what_was_saved(apart: bool, is_captured: bool) -> None:
     assert torch.equal(world.read(LONG, b, a), found.flip(0))
 
 
-@both_pools
 @both_captures
-def test_rows_lie_where_the_layout_says_and_all_others_stay(
-    apart: bool, is_captured: bool
-) -> None:
-    world, blocks = World(apart, is_captured), (6, 1)
+def test_rows_lie_where_the_layout_says_and_all_others_stay(is_captured: bool) -> None:
+    world, blocks = World(is_captured), (6, 1)
     queries = world.step(["a"], [0, 9], WindowCapture("a", blocks, 4, 0, LONG))
     expected = world.before.clone()
     rows = [6 * 8 + row for row in range(8)] + [1 * 8 + row for row in range(7)]
@@ -122,10 +110,9 @@ def test_rows_lie_where_the_layout_says_and_all_others_stay(
     assert torch.equal(after[:, 1:], expected[:, 1:]), "row 0 is the null block's"
 
 
-@both_pools
-def test_policies_with_different_windows_share_a_pool(apart: bool) -> None:
+def test_policies_with_different_windows_share_a_pool() -> None:
     """The number of queries is the policy's, that of superblocks the request's."""
-    world, a, b = World(apart), (8, 4), (6,)
+    world, a, b = World(), (8, 4), (6,)
     queries = world.step(
         ["a", "b", "c"],
         [0, 5, 8, 10],
@@ -139,7 +126,7 @@ def test_policies_with_different_windows_share_a_pool(apart: bool) -> None:
 
 @both_captures
 def test_nothing_is_saved_outside_a_planned_step(is_captured: bool) -> None:
-    world = World(is_captured=is_captured)
+    world = World(is_captured)
     address = world.windows.targets.data_ptr()
     world.step(["a"], [0, 5], WindowCapture("a", (7, 2), 0, 0, LONG))
     saved = world.content()
@@ -153,11 +140,11 @@ def test_nothing_is_saved_outside_a_planned_step(is_captured: bool) -> None:
 @both_captures
 def test_a_graph_always_contains_the_saving(is_captured: bool) -> None:
     """What is recorded before anything is planned saves what is planned later."""
-    world = World(is_captured=is_captured)
+    world = World(is_captured)
     before = save_rows.calls["reference"]
     world.observe(0, torch.randn(3, WIDTH))
     assert save_rows.calls["reference"] - before == is_captured
-    replayed = world.windows.pool.vectors_of(0), world.windows.targets
+    replayed = world.windows.pool.vectors[0], world.windows.targets
     common: Any = SimpleNamespace(query_start_loc_cpu=torch.tensor([0, 3]))
     capture = WindowCapture("a", (4,), 1, 0, SHORT)
     world.windows.plan(Step(common, ["a"], StepCommands((), (capture,))))

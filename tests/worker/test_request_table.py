@@ -1,4 +1,4 @@
-"""Rows of requests: one rule for tables from the first token and the first event."""
+"""Rows of requests, whose table has the same from the first event on."""
 
 from types import SimpleNamespace
 
@@ -9,14 +9,8 @@ import torch
 from vllm_kvpolicy.worker.request_table import RequestRows, RequestTable
 
 
-@pytest.fixture(params=["first token", "first event"])
-def table(request: pytest.FixtureRequest) -> RequestRows:
-    if request.param == "first token":
-        return RequestRows(2)
-    return RequestTable(2, 3, 4, torch.device("cpu"))
-
-
-def test_rows_are_handed_out_once_and_come_back(table: RequestRows) -> None:
+def test_rows_are_handed_out_once_and_come_back() -> None:
+    table = RequestRows(2)
     assert sorted(table.take_all(["a", "b"], 3)) == [0, 1, table.null_row]
     first = table.take("a")
     assert len(table) == 2
@@ -27,7 +21,8 @@ def test_rows_are_handed_out_once_and_come_back(table: RequestRows) -> None:
     assert table.take("c") == first
 
 
-def test_rows_of_others_and_padding_are_nobodys(table: RequestRows) -> None:
+def test_rows_of_others_and_padding_are_nobodys() -> None:
+    table = RequestRows(2)
     mine = table.take("a")
     rows = table.rows(["unknown", "a"], 4)
     assert rows.dtype == np.int64

@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import torch
 
-from support.event_inputs import EVENTS, GROUP, HEADS, LAYERS, SHORTEST, make_inputs
+from support.event_inputs import (
+    EVENTS,
+    HEADS,
+    LAYERS,
+    ROWS,
+    SHORTEST,
+    make_inputs,
+    window_logits,
+)
 from vllm_kvpolicy.kernels.ranking import limit_must_keep
 from vllm_kvpolicy.policies.base import Decision, EventInputs, Needs
 from vllm_kvpolicy.policies.compose import build
@@ -12,18 +20,6 @@ from vllm_kvpolicy.worker.observers.trace import with_attention
 
 NEEDS = Needs(window_tokens=16, keys=True)
 SHAPE = (EVENTS, LAYERS, HEADS)
-
-
-def logits_of(inputs: EventInputs, event: int, layer: int, head: int) -> torch.Tensor:
-    """Return the largest logit of a group, [W, length] float64, -inf where hidden."""
-    length = int(inputs.lengths[event, layer, head])
-    keys = inputs.keys[event, layer, head, :length].double()
-    group = slice(head * GROUP, (head + 1) * GROUP)
-    queries = inputs.queries[event, layer, group, -NEEDS.window_tokens :].double()
-    logits = (queries @ keys.T * inputs.scale).amax(0)
-    window = len(logits)
-    later = torch.arange(length) > torch.arange(length - window, length)[:, None]
-    return logits.masked_fill(later, -torch.inf)
 
 
 def notes_of(inputs: EventInputs, keep: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -38,9 +34,9 @@ def test_against_softmax_in_loops() -> None:
     keep = (keep | inputs.must_keep) & inputs.valid
     notes = notes_of(inputs, keep)
     assert set(notes) == {"retained_mass", "lse_drop", "density_60", "density_90"}
-    for index in torch.cartesian_prod(*map(torch.arange, SHAPE)).tolist():
-        logits = logits_of(inputs, *index)
-        kept = keep[tuple(index)][: logits.shape[-1]]
+    for row in ROWS:
+        logits = window_logits(inputs, row, NEEDS.window_tokens).amax(0)
+        kept = keep[row][: logits.shape[-1]]
         share = logits.softmax(-1)
         drop = logits.logsumexp(-1) - logits[:, kept].logsumexp(-1)
         running = share.sort(descending=True).values.cumsum(-1)
@@ -51,15 +47,8 @@ def test_against_softmax_in_loops() -> None:
             "density_90": ((running < 0.9).sum(-1) + 1.0).mean() / logits.shape[-1],
         }
         for name, value in expected.items():
-            got = notes[name][tuple(index)]
+            got = notes[name][row]
             torch.testing.assert_close(got.double(), value.double(), rtol=1e-5, atol=0)
-
-
-def test_all_tokens_retain_all_attention() -> None:
-    inputs = make_inputs(NEEDS)
-    notes = notes_of(inputs, inputs.valid)
-    assert torch.equal(notes["retained_mass"], torch.ones(SHAPE))
-    assert torch.equal(notes["lse_drop"], torch.zeros(SHAPE))
 
 
 def test_rows_that_a_short_request_does_not_have_do_not_count() -> None:

@@ -10,11 +10,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from support.words import built
-from support.worker.page_lists import CPU, MOST, SIZE, Lists
+from support.worker.page_lists import SIZE, Lists
 from vllm_kvpolicy.kernels.page_bounds import best_pages
 from vllm_kvpolicy.policies.selections.quest import Quest
 from vllm_kvpolicy.worker.pages import PagePool
-from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.head_tables import FoldedBatch
 from vllm_kvpolicy.worker.tiers.page_selection import (
     PageSelection,
@@ -99,11 +98,10 @@ class Step(Lists):
         shape = LAYERS, BLOCKS, HEADS, SIZE, 2 * DIM
         self.caches = torch.randn(shape, generator=self.draws)
         self.pool = PagePool(list(self.caches), keys_are_columns=False)
-        assert self.pool.spans_layers
         super().__init__(seed, self.pool.null_pages[0, ..., 0], BLOCKS)
         self.budget, quest = budget, built(Quest, quest_budget=budget)
         self.selection = PageSelection(quest, ["q"], self.requests, self.pool, GROUP)
-        self.selection.bounds[0].fill_(torch.nan)  # of all layers, one tensor
+        self.selection.bounds.fill_(torch.nan)
         self.prompt = {"n": 3}
         for name in "abcs":
             frontier = self.rng.randint(2, 6)
@@ -120,7 +118,7 @@ class Step(Lists):
             late = int(name == "a") or self.rng.randint(0, 2)
             self.ends[name] = self.prompt[name] - 1 + late + count
         common = self.metadata(counts, padding)
-        held = self.folder.fold(common, self.names)
+        held = self.folded.fold(self.tables, common, self.names)
         return self.selection.narrow(common, self.names, held)
 
     def wanted(self, layer: int, head: int, row: int, queries: Any, end: int) -> Any:
@@ -214,25 +212,7 @@ def test_a_layer_waits_for_nothing() -> None:
 
         folded = FoldedBatch(**{k: fake(v) for k, v in vars(batch.folded).items()})
         fields = {name: fake(value) for name, value in vars(batch).items()}
-        bounds = [fake(each) for each in batch.bounds]
-        faked = SelectedBatch(**(fields | {"folded": folded, "bounds": bounds}))
+        faked = SelectedBatch(**(fields | {"folded": folded}))
         query = torch.zeros(17, HEADS * GROUP, DIM)
         read = faked.of_layer(0, query)
         assert len(read.tables) == len(read.lengths) == len(batch.scored[0])
-
-
-def test_layers_in_allocations_of_their_own_have_bounds_of_their_own() -> None:
-    caches = [torch.randn(9, HEADS, SIZE, 2 * DIM) for _ in range(LAYERS)]
-    pool = PagePool(caches, keys_are_columns=False)
-    assert not pool.spans_layers
-    slots = RequestTable(2, MOST, SIZE, CPU)
-    selection = PageSelection(built(Quest, quest_budget=8), ["q"], slots, pool, GROUP)
-    event: Any = SimpleNamespace(policy="q", prompt_tokens=5)
-    selection.update([0], [event], torch.tensor([[3, 5, 5, 7]]))
-    for layer, pages in enumerate(([3, 5], [5, 7])):
-        low, high = selection.bounds[layer]
-        keys = pool.keys[layer]
-        assert torch.equal(low[pages], keys[pages].amin(1))
-        assert torch.equal(high[pages], keys[pages].amax(1))
-        others = [page for page in range(len(keys)) if page not in pages]
-        assert not high[others].any()

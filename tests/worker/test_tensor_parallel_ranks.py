@@ -101,16 +101,6 @@ def test_the_fingerprint_is_of_contents_and_not_of_places(tmp_path) -> None:
     assert of("one") != of("one", allow=["snapkv"])
 
 
-def test_words_of_an_option_are_no_files(tmp_path, monkeypatch) -> None:
-    """A folder with the name of a preset beside the server means nothing."""
-    config = {"policy": "ams-tova", "policy_config": {"preset": "code"}}
-    before = fingerprint(KVPolicyConfig.from_dict(config))
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "file").write_text("x")
-    monkeypatch.chdir(tmp_path)
-    assert fingerprint(KVPolicyConfig.from_dict(config)) == before
-
-
 def test_folders_count_by_the_files_in_them(tmp_path) -> None:
     config = {"policy": "duo", "policy_config": {"duo_pattern": str(tmp_path)}}
     found = []

@@ -8,7 +8,7 @@ ragged policy different numbers of them; the local tokens are the newest of ever
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -203,11 +203,7 @@ class OfModel:
     consists_of: tuple["OfModel", ...] = ()
 
     def check_model(self, model: ModelShape) -> None:
-        """Check at start-up that it can serve the model, all ranks' heads of it.
-
-        Raises:
-            ValueError: it was made for a model of another shape.
-        """
+        """Raise ValueError if it was made for another shape than all ranks have."""
         for part in self.consists_of:
             part.check_model(model)
 
@@ -218,31 +214,12 @@ class OfModel:
 
 
 class Policy(OfModel, ABC):
-    """Scores, allocates and selects in one call; subclasses define `decide`.
-
-    Attributes:
-        needs: what `decide` reads.
-        dynamic: it may choose less than the budget.
-    """
+    """Scores, allocates and selects in one call; `dynamic` ones may choose less."""
 
     needs = Needs()
     dynamic = False
-
-    def shuffled(
-        self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return pages and survivors in another order, None to leave them in theirs.
-
-        Only policies that test the moving of tokens do.
-
-        Args:
-            pages: [E, g, C / g] int64, page lists after the event, by set of heads.
-            sources: [E, M] int64, head * T + token that each place of the lists
-                receives; negative after the last survivor.
-            num_tokens: T.
-            seeds: [E] int64, one per event, a pure function of the request.
-        """
-        return None
+    # Puts survivors in another order, to test their moving: `testing.MovementPolicy`.
+    shuffled: Callable[..., tuple[Tensor, Tensor]] | None = None
 
     @abstractmethod
     def decide(self, inputs: EventInputs, budget: int) -> Decision:
@@ -254,10 +231,7 @@ class LoadedModel:
     """A model to hook: its weights are there, it is not yet compiled or captured.
 
     Args:
-        module: vLLM's model.
         layers: its attention layers in model order.
-        vllm_config: VllmConfig.
-        device: of the weights.
         rope: None unless a policy asks for it.
     """
 
@@ -269,7 +243,6 @@ class LoadedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that it computes in."""
         return self.vllm_config.model_config.dtype
 
     @property

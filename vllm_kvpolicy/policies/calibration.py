@@ -24,9 +24,7 @@ class Calibration(ModelFile):
 
     Args:
         kind: "triattention" or "qfilter".
-        model: name of the model, as it was given.
-        rope_theta: base of the rotary embedding.
-        num_tokens: tokens that the statistics were made from.
+        num_tokens: that the statistics were made from.
     """
 
     NAME = "calibration"
@@ -58,11 +56,7 @@ class Calibration(ModelFile):
 
 
 def load(path: str | Path, kind: str) -> Calibration:
-    """Read a calibration file of a kind.
-
-    Raises:
-        ValueError: naming the file, the key, and what was found and expected there.
-    """
+    """Read a calibration file of a kind; raises as `ModelFile.from_file`."""
     found = Calibration.from_file(path, "a safetensors file")
     found.fits(kind=kind)
     tensors, shapes = found.tensors, found.shapes

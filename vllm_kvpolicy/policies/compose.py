@@ -52,8 +52,8 @@ class ComposedPolicy(Policy):
         Every request holds that many per head on average, unless this is dynamic.
 
         Raises:
-            ValueError: keys or queries missing that the policy declared, a budget that
-                no request can hold, or scores or memory that are not as they should be.
+            ValueError: inputs, scores or memory that are not as the policy declares, or
+                a budget that no request can hold.
         """
         num_tokens = inputs.must_keep.shape[-1]
         may_hold_less = self.dynamic or inputs.candidates is not None
@@ -103,10 +103,7 @@ def check_memory(memory: Mapping[str, Tensor], needs: Needs) -> None:
 
 
 def measure_usage(needs: Needs, inputs: EventInputs) -> WindowUsage | None:
-    """Measure the attention of the newest `needs.window_tokens` queries.
-
-    Returns None if `needs` asks for no usage; raises as `EventInputs.given`.
-    """
+    """Measure the newest queries' attention; None where no usage is asked for."""
     if not needs.usage:
         return None
     return window_usage(
@@ -189,11 +186,7 @@ class AdmittedPolicy(Policy):
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Build a policy by name and `--kv-policy-config`, without a server.
-
-    Raises:
-        ValueError: an unknown name, an unknown option, or a value outside its range.
-    """
+    """Build a policy without a server; ValueError for a wrong name, option or value."""
     return assemble(resolve(parse(name), options or {}))
 
 

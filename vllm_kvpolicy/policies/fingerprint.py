@@ -23,10 +23,8 @@ def file_options(config: KVPolicyConfig) -> set[str]:
 def fingerprint(config: KVPolicyConfig) -> str:
     """Return a digest, hexadecimal, that differs where policies do.
 
-    Args:
-        config: the server's policies. Of files the contents count, those of users' own
-            words included, of folders the names and sizes of their files, of all else
-            the value.
+    Of files the contents count, those of users' own words included, of folders the
+    names and sizes of their files, of all else the value.
     """
     values = config.to_dict()
     for key in ("trace_dir", "live", "live_text"):  # every host may have its own
@@ -56,6 +54,5 @@ def _code(word: type) -> str:
 
 
 def _contents(path: Path) -> str:
-    """Return a digest of a file's contents."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

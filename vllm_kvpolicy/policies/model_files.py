@@ -146,7 +146,6 @@ def read(
 
     Args:
         kind: what errors call the file.
-        path: the file.
         valid: the kinds of files that are valid, for errors.
         is_wanted: takes the name of a tensor; None reads all of them.
 
@@ -187,10 +186,7 @@ def check_tensors(
     tensors: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> None:
-    """Check that all tensors are there, no others, of their shapes, float32, finite.
-
-    Raises ValueError with the file, the tensor, and what was found and expected.
-    """
+    """Raise ValueError unless these are all, of these shapes, float32 and finite."""
     expect(kind, path, "missing tensors", sorted(shapes.keys() - tensors.keys()), [])
     expect(kind, path, "unexpected tensors", sorted(tensors.keys() - shapes.keys()), [])
     for name, shape in shapes.items():

@@ -133,10 +133,7 @@ def architectures() -> dict[str, str]:
 
 @cache
 def installed() -> Mapping[str, EntryPoint]:
-    """Return the entry points of users' own words, by name; imports none of them.
-
-    Raises ValueError for a name that is taken, or that no policy's name can have.
-    """
+    """Return users' own words by name, not imported; ValueError for a wrong name."""
     found: dict[str, EntryPoint] = {}
     taken = {*SCORERS, *ALLOCATORS, *ADMISSIONS, *SELECTIONS, *TESTS, "none"}
     for point in entry_points(group=GROUP):
@@ -174,11 +171,7 @@ def _own(word: str, base: Word) -> Word:
 
 
 def _check_own(got: str, word: Word) -> None:
-    """Check what a user's own word says about itself.
-
-    Raises ValueError for an attribute of another kind, or an option with a name that
-    means something for all policies.
-    """
+    """Raise ValueError where what a user's own word says of itself cannot be."""
     options: Any = word.Options
     base = import_module(f"{_ROOM}.options").BaseOptions
     if not (isinstance(options, type) and issubclass(options, base)):
@@ -199,7 +192,6 @@ def _check_own(got: str, word: Word) -> None:
 
 
 def is_own(word: Word) -> bool:
-    """Return whether a word is a user's own."""
     return not word.__module__.startswith(f"{_ROOM}.")
 
 
@@ -221,7 +213,6 @@ class PolicyInfo:
         allocator: every scorer has one.
         whole: a policy that is not composed: a test policy, or the one that keeps
             everything under a selection.
-        selection: what chooses pages to read, None where all are read.
     """
 
     name: str
@@ -254,7 +245,7 @@ class PolicyInfo:
     @property
     def has_own(self) -> bool:
         """Whether a word is a user's own."""
-        return any(is_own(word) for word in self.parts)
+        return any(map(is_own, self.parts))
 
     @property
     def is_test(self) -> bool:
@@ -310,32 +301,24 @@ class PolicyInfo:
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy with a value for every option that it reads; requests share it.
-
-    Args:
-        own: the options of each of its words.
-    """
+    """A policy with a value for every option of its words; requests share it."""
 
     info: PolicyInfo
     own: Mapping[Word, Any]
 
     def build(self, word: Word) -> Any:
-        """Build one of its words; raises as `policies.words.Word.build`."""
         return word.build(self.own[word])
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The values of all its words by key."""
         return {key: value for each in self.own.values() for key, value in each}
 
     @cached_property
     def window_tokens(self) -> int:
-        """Queries that are captured before an event."""
         return self.info.window_tokens(self.options)
 
     @cached_property
     def is_ragged(self) -> bool:
-        """Whether heads may hold different numbers of tokens."""
         return self.info.is_ragged(self.options)
 
     @property
@@ -398,7 +381,7 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
     """Look a policy up by name; imports its words, a user's own included.
 
     Args:
-        name: of the policy, from who runs this process and never from a request.
+        name: from who runs this process and never from a request.
         key: where the user gave it, for errors.
 
     Raises:
@@ -447,10 +430,7 @@ def _check_options(info: PolicyInfo, key: str) -> None:
 
 
 def _eviction(name: str, eviction: str, admission: str, key: str) -> dict[str, Any]:
-    """Return scorer and allocator of the part of a name that is `[ALLOCATOR-]SCORER`.
-
-    Raises ValueError where it is not, or its words are not combined with one another.
-    """
+    """Return scorer and allocator of `[ALLOCATOR-]SCORER`; ValueError for others."""
     allocator, _, scorer = eviction.rpartition("-")
     try:
         installed()  # where one of them is wrong, no name is safe
@@ -491,9 +471,8 @@ def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
     """Check `--kv-policy-config` and complete it: explicit, else preset, else default.
 
     For example `ams-tova` with `{"preset": "paper", "min_segment": 8}` has the window
-    of 128 queries of its preset, the given 8, and defaults for the rest.
-
-    Raises ValueError for an unknown key, or a value outside its range.
+    of 128 queries of its preset, the given 8, and defaults for the rest. ValueError for
+    an unknown key, or a value outside its range.
     """
     known = info.options
     for key in given:

@@ -52,7 +52,6 @@ class BaseOptions(BaseModel):
 
     @classmethod
     def _sentence(cls, error: ValidationError) -> str:
-        """Say in one sentence what is wrong first."""
         first, fields = error.errors()[0], cls.model_fields
         key, is_missing = str(first["loc"][0]), first["type"] == "missing"
         if key not in fields:
@@ -68,7 +67,6 @@ class AtLeast:
     key: str
 
     def __call__(self, value: int, info: ValidationInfo) -> int:
-        """Return `value`; raise ValueError where it is below the other field's."""
         if value < info.data.get(self.key, value):
             raise ValueError
         return value

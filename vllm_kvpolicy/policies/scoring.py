@@ -61,8 +61,7 @@ def score(
         [Hk, T] float32, higher is kept sooner.
 
     Raises:
-        ValueError: an unknown name or parameter, a value outside its range, a missing
-            tensor, or shapes that do not fit together.
+        ValueError: parameters that are missing, wrong, or do not fit together.
     """
     word = SCORERS.find(name)
     if word is None:
@@ -102,7 +101,6 @@ def _option_keys(word: type[Word]) -> dict[str, str]:
 
 
 def _tensors_of(needs: Needs) -> tuple[str, ...]:
-    """Return the names of the parameters with tensors that `needs` asks for."""
     asked = {"state": needs.memory, "hidden": needs.signals}
     return tuple(name for name, what in asked.items() if what)
 
@@ -110,10 +108,7 @@ def _tensors_of(needs: Needs) -> tuple[str, ...]:
 def _rows(
     needs: Needs, k: Tensor, v: Tensor, params: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of an event of one layer whose heads hold all tokens.
-
-    As at an event of a server, what `needs` does not name is None.
-    """
+    """Return the fields of an event of one layer, None where `needs` asks for none."""
     own = {key: params[key] for key in ScoreOptions.model_fields if key in params}
     sinks = ScoreOptions(**own).sinks
     rows = (1, 1, *k.shape[:2])
@@ -161,7 +156,6 @@ def _check_params(
     optional: tuple[str, ...],
     required: tuple[str, ...],
 ) -> None:
-    """Raise ValueError for an unknown parameter, or a missing one."""
     for key in params:
         if key not in optional + required:
             raise ValueError(
@@ -174,7 +168,6 @@ def _check_params(
 
 
 def _check_queries(needs: Needs, q: Tensor, positions: Tensor) -> None:
-    """Raise ValueError for too few queries, or gaps between them under RoPE."""
     window = needs.window_tokens
     if q.shape[1] < window:
         raise ValueError(
@@ -188,7 +181,6 @@ def _check_queries(needs: Needs, q: Tensor, positions: Tensor) -> None:
 
 
 def _check_shapes(k: Tensor, v: Tensor, q: Tensor, positions: Tensor) -> None:
-    """Raise ValueError for shapes that do not fit together."""
     fits = (
         k.ndim == v.ndim == q.ndim == 3
         and k.numel() > 0

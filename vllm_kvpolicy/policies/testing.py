@@ -31,11 +31,17 @@ class MovementPolicy(KeepAll):
     def shuffled(
         self, pages: Tensor, sources: Tensor, num_tokens: int, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
-        num_groups, heads = pages.shape[1], sources // num_tokens
-        moved = self.shuffle_pages(
-            pages.flatten(0, 1), seeds.repeat_interleave(num_groups)
-        )
-        return moved.view_as(pages), self.shuffle(sources, heads, seeds)
+        """Return pages and survivors in another order.
+
+        Args:
+            pages: [E, C] int64, page lists after the event.
+            sources: [E, M] int64, head * T + token that each place of the lists
+                receives; negative after the last survivor.
+            num_tokens: T.
+            seeds: [E] int64, one per event, a pure function of the request.
+        """
+        moved = self.shuffle_pages(pages, seeds)
+        return moved, self.shuffle(sources, sources // num_tokens, seeds)
 
     def shuffle(self, sources: Tensor, heads: Tensor, seeds: Tensor) -> Tensor:
         """Shuffle survivors within each head; a function of (seed, head, entry) alone.
@@ -44,10 +50,6 @@ class MovementPolicy(KeepAll):
             sources: [E, M] int64, survivors, head by head and oldest first; negative
                 entries are padding on the right.
             heads: [E, M] int64, the head that each belongs to, ascending.
-            seeds: [E] int64, one per event, a pure function of the request.
-
-        Returns:
-            [E, M] int64.
         """
         draw = self._draw(sources, seeds)
         # Draws are below 2^32: heads stay in their order, and padding (a negative
@@ -78,7 +80,6 @@ def shuffled(
         owned: blocks below the frontier, in time order.
         count: blocks that the survivors need, at most `len(owned)`.
         take: takes up to n free blocks from the pool; may return fewer.
-        seed: reproducible per request and event.
     """
     return random.Random(seed).sample(list(owned), count)
 

@@ -119,7 +119,6 @@ class BaseScorer(Word, ABC):
         """Score every token.
 
         Args:
-            inputs: the event.
             usage: attention of the window, None unless `needs` asks for it.
 
         Returns:
@@ -143,7 +142,6 @@ class BaseAllocator(Word, ABC):
 
         Args:
             score: [E, L, H, T] float32, what the scorer returned.
-            inputs: the event.
             usage: attention of the window, None unless scorer or allocator needs it.
             budget: K, tokens per row.
         """
@@ -167,14 +165,10 @@ class BaseAdmission(Word):
     shift = 0
 
     def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
-        """Evaluate the gates of some tokens.
+        """Return the gates of some tokens, [E, L, H, F] float32 between 0 and 1.
 
         Args:
-            inputs: the event.
             token: [E, L, H, F] int64, held tokens, by their places in the rows.
-
-        Returns:
-            [E, L, H, F] float32 between 0 and 1.
         """
         raise NotImplementedError
 
@@ -184,18 +178,13 @@ class BaseAdmission(Word):
         raise NotImplementedError
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook the loaded model.
-
-        Raises:
-            ValueError: the model is not one that it can hook.
-        """
+        """Hook the loaded model; ValueError where it cannot."""
         raise NotImplementedError
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
         """Decide on the new tokens of a layer.
 
         Args:
-            layer: its index in model order.
             key: [T, H, D] model dtype, post-RoPE.
             positions: [T] int64.
 

@@ -12,7 +12,7 @@ The order of the five is what makes an event correct:
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +35,8 @@ from vllm_kvpolicy.policies.ranks import ONE_RANK, Ranks
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch, Choice, Destinations, HeldPages
 from vllm_kvpolicy.worker.captures.capture import Capture
-from vllm_kvpolicy.worker.hints import has_hints, hint_numbers, hinted
-from vllm_kvpolicy.worker.layers import no_sinks
+from vllm_kvpolicy.worker.hints import hint_numbers, hinted
+from vllm_kvpolicy.worker.layers import sink_logits
 from vllm_kvpolicy.worker.observers.live import LiveEvents
 from vllm_kvpolicy.worker.observers.trace import Tracer, with_attention
 from vllm_kvpolicy.worker.pages import PagePool
@@ -53,13 +53,9 @@ def merge_dropped(
     choice: Choice,
     moves: Moves,
 ) -> None:
-    """Rewrite keys and values of the survivors whose partner is gone.
+    """Rewrite the pool's keys and values of the survivors whose partner is gone.
 
     A partner that was kept after all, to fill a page, is not merged.
-
-    Args:
-        pool: the group's keys and values, mutated.
-        choice: the policy's pairs, and keys and values from before the move.
     """
     placed, inputs, merge = destinations.sources, choice.inputs, choice.decision.merge
     assert merge is not None
@@ -72,17 +68,12 @@ def merge_dropped(
     is_merged = (placed >= 0) & (partner >= 0) & ~survives.gather(1, other)
     weight = torch.where(is_merged, merge.weight.flatten(1).gather(1, index), 1.0)
     layer = index // (held.max_tokens * pool.num_heads)
-    for group in range(pool.num_groups):
-        slots = moves.dest[group].flatten()
-        others, weights, layers = (
-            row.unflatten(1, (pool.num_groups, -1))[:, group]
-            for row in (other, weight, layer)
-        )
-        for name, pages in (("keys", pool.keys), ("values", pool.values)):
-            before = inputs.given(name).flatten(1, 3)
-            taken = torch.take_along_dim(before, others[..., None], dim=1)
-            rows = slots, taken.flatten(0, 1), weights.flatten()
-            merge_pages(pages[group], *rows, pool.scales(name, layers.flatten()))
+    slots, layers = moves.dest.flatten(), layer.flatten()
+    for name, pages in (("keys", pool.keys[0]), ("values", pool.values[0])):
+        before = inputs.given(name).flatten(1, 3)
+        taken = torch.take_along_dim(before, other[..., None], dim=1)
+        rows = slots, taken.flatten(0, 1), weight.flatten()
+        merge_pages(pages, *rows, pool.scales(name, layers))
 
 
 logger = init_logger("vllm.kv_policy")
@@ -95,8 +86,7 @@ class Compactor:
     Args:
         requests: updated after each event.
         memory: what policies remember of survivors, true positions included.
-        sink_logits: returns those of its learned sinks as they are now, [L, Hq]
-            float32; None for none.
+        layers: of the model, for their learned sinks.
         most_tokens: by policy, most tokens per head of a batch of several events, all
             padded to the longest head among them; temporary tensors grow with that.
             Becomes less where memory is short.
@@ -114,7 +104,7 @@ class Compactor:
     live: LiveEvents | None = None
     ranks: Ranks = ONE_RANK
     most_tokens: dict[str, int] = field(default_factory=dict)
-    sink_logits: Callable[[], torch.Tensor | None] = no_sinks
+    layers: Sequence[Any] = ()
 
     @torch.inference_mode()
     def run(self, events: Sequence[CompactEvent]) -> list[EventAnswer]:
@@ -181,19 +171,19 @@ class Compactor:
         fresh = [row for row, event in pairs if not event.ordinal]
         hints = hint_numbers(events)
         needs = policy.needs | Needs(positions=bool(hints))
-        numbers = self._numbers(events, rows, needs) | {"fresh": fresh} | hints
+        numbers = self._numbers(events, needs) | {"fresh": fresh} | hints
         sent = to_device_together(numbers, self.requests.device)
         if fresh:
             self.tier.clear(fresh, sent["fresh"])
             self.memory.clear(sent["fresh"])
-        held = self.tier.held(events, rows, sent)
+        held = self.tier.held(events, sent)
         return Batch(events, policy, rows, sent, held, needs)
 
     def _numbers(
-        self, events: Sequence[CompactEvent], rows: Sequence[int], needs: Needs
+        self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
         """Return what a batch needs of its events on the device, [E] each of ours."""
-        numbers = self.tier.numbers(events, rows) | {
+        numbers = self.tier.numbers(events) | {
             "end": [event.position for event in events],
             "sinks": [event.sinks for event in events],
             "prompt_tokens": [event.prompt_tokens for event in events],
@@ -232,7 +222,7 @@ class Compactor:
         if needs.positions:
             positions = self._positions(memory.pop(POSITIONS), lengths, end)
             optional["positions"] = positions.view(*shape, -1)
-            if has_hints(sent):
+            if "hint_edges" in sent:
                 stays, others = hinted(sent, positions, lengths, batch.events)
                 must_keep |= stays
                 optional["candidates"] = (must_keep | others).view(*shape, -1)
@@ -255,7 +245,7 @@ class Compactor:
             memory={name: value.view(*shape, -1) for name, value in memory.items()},
             fresh_tokens=self.requests.fresh_tokens(batch.rows, batch.events),
             ranks=self.ranks,
-            sink_logits=self.sink_logits(),
+            sink_logits=sink_logits(self.layers),
             **optional,
         )
 
@@ -289,13 +279,10 @@ class Compactor:
         )
         num_places = lists.pages.shape[-1] * block_size
         sources = list_survivors(survives, lists.first, num_places, block_size)
-        pages = lists.pages.unflatten(1, (self.pool.num_groups, -1))
-        shuffled = batch.policy.shuffled(
-            pages, sources, held.max_tokens, batch.sent["seeds"]
-        )
-        if shuffled is not None:
-            pages, sources = shuffled[0].flatten(1), shuffled[1]
-            unmoved = torch.zeros_like(pages, dtype=torch.bool)  # not in order, either
+        if batch.policy.shuffled is not None:
+            given = lists.pages, sources, held.max_tokens, batch.sent["seeds"]
+            pages, sources = batch.policy.shuffled(*given)
+            unmoved = torch.zeros_like(lists.pages, dtype=torch.bool)  # nor in order
             lists = replace(lists, pages=pages, unmoved=unmoved)
         return Destinations(lists, sources)
 
@@ -310,15 +297,14 @@ class Compactor:
             lists.unmoved,
             held.max_tokens,
             pool.block_size,
-            pool.num_groups,
+            groups=1,
         )
         for capture in self.captures:
             capture.move(moves)
-        for group in range(pool.num_groups):
-            slots = moves.source[group].flatten(), moves.dest[group].flatten()
-            stays = None if moves.in_place is None else moves.in_place[group].flatten()
-            for pages in pool.tokens_of(group):
-                compact_pages(pages, *slots, moves.first[group], stays)
+        slots = moves.source.flatten(), moves.dest.flatten()
+        stays = None if moves.in_place is None else moves.in_place.flatten()
+        for pages in pool.tokens:
+            compact_pages(pages, *slots, moves.first[0], stays)
         if choice.decision.merge is not None:
             merge_dropped(pool, held, destinations, choice, moves)
 

@@ -9,7 +9,6 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvpolicy import compat
-from vllm_kvpolicy.sizes import query_rows
 from vllm_kvpolicy.worker.warmup import warm_up
 from vllm_kvpolicy.worker.worker import KVPolicyWorkerMixin
 
@@ -23,6 +22,6 @@ class KVPolicyGPUWorker(KVPolicyWorkerMixin, Worker):
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up the kernels of events, too, before vLLM captures its graphs."""
-        sizes = self.model_config.max_model_len, query_rows(self.vllm_config)
-        warm_up(self.kv_policy_runtime, self.kv_policy_config, *sizes)
+        pool = self.kv_policy_runtime.compactor.pool
+        warm_up(self.kv_policy_runtime, self.kv_policy_setup.dummy_events(pool))
         return super().compile_or_warm_up_model()

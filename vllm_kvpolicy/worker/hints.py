@@ -45,11 +45,6 @@ def hint_numbers(events: Sequence[CompactEvent]) -> dict[str, Integers]:
     return {"hint_edges": table[0], "hint_steps": table[1]}
 
 
-def has_hints(sent: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a batch has any, given `hint_numbers` on the device."""
-    return "hint_edges" in sent
-
-
 def hinted(
     sent: Mapping[str, torch.Tensor],
     positions: torch.Tensor,

@@ -16,15 +16,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention import MLAAttention
 
-Observe = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-
 
 def is_latent(layer: Any) -> bool:
     """Return whether the heads of one of vLLM's attention layers share vectors."""
     return isinstance(layer, MLAAttention)
 
 
-def watch(layer: Any, observe: Observe) -> None:
+def watch(layer: Any, observe: Callable[..., None]) -> None:
     """Show a layer's new tokens, in each step, to `observe`; see `Capture.observe`.
 
     Such layers hand generated tokens and prompts to different methods of their

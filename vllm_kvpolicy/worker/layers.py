@@ -11,8 +11,7 @@ are the first tokens of a request.
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,19 +24,15 @@ from vllm_kvpolicy.kernels.rope import Rope
 # -- learned sinks -------------------------------------------------------------
 
 
-def no_sinks() -> None:
-    """Return None: the model has no learned sinks."""
+def sink_logits(layers: Sequence[Any]) -> torch.Tensor | None:
+    """Return the logits of the learned sinks, [L, Hq] float32; None for none.
 
-
-def logits_reader(layers: Sequence[Any]) -> Callable[[], torch.Tensor | None]:
-    """Return what reads the logits of the learned sinks, [L, Hq] float32.
-
-    Each call reads the layers' own: weights may be replaced while a server runs.
-
-    Args:
-        layers: vLLM's attention layers, loaded; all of them have sinks or none has.
+    As they are now: weights may be replaced while a server runs. All layers have sinks
+    or none has.
     """
-    return partial(_logits, layers) if any(map(has_sinks, layers)) else no_sinks
+    if not (layers and has_sinks(layers[0])):
+        return None
+    return torch.stack([layer.impl.sinks.detach() for layer in layers]).float()
 
 
 def has_sinks(layer: Any) -> bool:
@@ -45,16 +40,8 @@ def has_sinks(layer: Any) -> bool:
     return getattr(layer.impl, "sinks", None) is not None
 
 
-def _logits(layers: Sequence[Any]) -> torch.Tensor:
-    return torch.stack([layer.impl.sinks.detach() for layer in layers]).float()
-
-
 def check_known(layers: Sequence[Any], vllm_config: Any) -> None:
-    """Refuse learned sinks that nothing at start-up has asked about.
-
-    Raises:
-        ValueError: the model's type is not one of which the table of refusals knows.
-    """
+    """Raise ValueError for learned sinks that no refusal at start-up knows of."""
     if any(map(has_sinks, layers)) and not compat.has_learned_sinks(vllm_config):
         raise ValueError(
             f"{vllm_config.model_config.model}: its attention layers have learned "
@@ -127,14 +114,7 @@ def _embedding(around: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _read(embedding: Any, layer: Any) -> torch.Tensor:
-    """Return how one layer rotates, see `_row`.
-
-    Args:
-        embedding: None for a layer that does not rotate.
-
-    Raises:
-        ValueError: a rotary embedding of a kind that is not known.
-    """
+    """Return how one layer rotates, see `_row`; not at all without an embedding."""
     size = layer.head_size
     if embedding is None:
         none = torch.zeros(0, dtype=torch.float64, device=next(layer.buffers()).device)

@@ -31,11 +31,7 @@ class Float8:
 
     @classmethod
     def of_layers(cls, layers: Sequence[Any]) -> "Float8 | None":
-        """Return the numbers of vLLM's attention layers; None without an FP8 cache.
-
-        Args:
-            layers: in model order, all with one kind of cache, and scales per layer.
-        """
+        """Return the numbers of vLLM's attention layers; None without an FP8 cache."""
         first = layers[0]
         name = compat.FLOAT8_CACHES.get(first.kv_cache_dtype)
         if name is None:
@@ -58,7 +54,6 @@ class Float8:
         A byte's number is rounded to the model's dtype, as a cache without FP8 rounds.
 
         Args:
-            name: "keys" or "values".
             tokens: [E, L, H, T, D] uint8 on pages.
         """
         found = torch.empty(tokens.shape, dtype=self.dtype, device=self.device)
@@ -92,16 +87,14 @@ class Float8:
 class PagePool:
     """Every head page of one KV cache group.
 
-    Where all layers lie in one allocation at equal distances, as in vLLM 0.32, the page
-    of layer l, block b and head h has the id (l * B + b) * H + h, and any (layer, head)
-    may own it. Otherwise ids are b * H + h and valid within their layer, so that pages
-    can change heads but not layers.
+    Its layers lie in one allocation, one after the other: the page of layer l, block b
+    and head h has the id (l * B + b) * H + h, and any (layer, head) may own it.
 
     Where the heads of a layer share latent vectors (MLA), H is 1, a page holds one
     vector for each token, and what attention adds up is the first part of it.
 
-    Example: B = 10 blocks, H = 2 heads. In one allocation, head 1 of block 3 in layer 2
-    is page (2 * 10 + 3) * 2 + 1 = 47; in allocations per layer it is page 7 of layer 2.
+    Example: B = 10 blocks, H = 2 heads. Head 1 of block 3 in layer 2 is page
+    (2 * 10 + 3) * 2 + 1 = 47.
 
     Args:
         kv_caches: one [B, H, N, 2D] tensor per layer, in model order, block interiors
@@ -114,10 +107,13 @@ class PagePool:
             values apart.
 
     Attributes:
-        keys, values: one [P, N, D] view per layer, of the numbers as they are stored;
-            values of latent vectors have fewer channels.
-        spans_layers: whether pages may change layers.
-        num_groups: 1 if they may, else the number of layers.
+        pages: [P, N, 2D], all of them.
+        keys, values: for each layer the same [P, N, D] view, of the numbers as they are
+            stored; values of latent vectors have fewer channels.
+        vectors: [L, B * 2N, H * D], the same memory in rows of one vector per KV head,
+            for values other than keys and values. Superblock b is rows b * 2N and
+            after. Of an FP8 cache a row has H * D bytes; of latent vectors it is half
+            of one.
         null_pages: [1, L, H, 1] int64, ids of each head's stock page of superblock 0.
     """
 
@@ -129,61 +125,34 @@ class PagePool:
         value_dim: int | None = None,
     ) -> None:
         first = kv_caches[0]
-        self._caches, self.float8 = kv_caches, float8
+        self.float8 = float8
         self.dtype = first.dtype if float8 is None else float8.dtype
         stored = first.dtype if float8 is None else float8.stored
         self.num_layers = len(kv_caches)
         self.num_blocks, self.num_heads, self.block_size, width = first.shape
         self.is_latent = value_dim is not None
-        self._row = width // 2
-        self.head_dim = width if self.is_latent else self._row
-        shared = _one_allocation(kv_caches)
-        self.spans_layers = shared is not None
-        self.num_groups = 1 if self.spans_layers else self.num_layers
-        if shared is None:
-            self._pools = [cache.flatten(0, 1) for cache in kv_caches]
-            stride = 0
-        else:
-            self._pools = [shared] * self.num_layers
-            stride = self.num_blocks * self.num_heads
+        self.head_dim = width if self.is_latent else width // 2
+        self.pages = _all_pages(kv_caches)
+        row = self.num_heads * (width // 2)
+        self.vectors = self.pages.view(self.num_layers, -1, row)
+        stride = self.num_blocks * self.num_heads
         base = torch.arange(self.num_layers, device=first.device) * stride
         head = torch.arange(self.num_heads, device=first.device)
         self.null_pages = (base[:, None] + head)[None, ..., None]
         if value_dim is None:
-            views = [_keys_and_values(pool, keys_are_columns) for pool in self._pools]
+            keys, values = _keys_and_values(self.pages, keys_are_columns)
         else:
-            views = [(pool, pool[..., :value_dim]) for pool in self._pools]
-        self.keys = [keys.view(stored) for keys, _ in views]
-        self.values = [values.view(stored) for _, values in views]
-        self._keys_are_columns = keys_are_columns
-
-    def pages_of(self, layer: int) -> torch.Tensor:
-        """Return [P, 1, N, 2D]: the pages to which page ids of this layer refer."""
-        return self._pools[layer].unsqueeze(1)
-
-    def tokens_of(self, group: int) -> Sequence[torch.Tensor]:
-        """Return [P, N, ...] views that have all of a token in one place each.
-
-        They are for moving: of an FP8 cache they show bytes.
-
-        Args:
-            group: 0 to `num_groups` - 1.
-        """
-        if self._keys_are_columns:
-            plain = self._pools[group].dtype
-            return self.keys[group].view(plain), self.values[group].view(plain)
-        return (self._pools[group],)
+            keys, values = self.pages, self.pages[..., :value_dim]
+        self.keys = [keys.view(stored)] * self.num_layers
+        self.values = [values.view(stored)] * self.num_layers
+        # What has all of a token in one place: to be moved, as bytes of an FP8 cache.
+        self.tokens = (keys, values) if keys_are_columns else (self.pages,)
 
     def held(self, name: str, pages: torch.Tensor, num_tokens: int) -> PagedTokens:
         """Return the keys or values of rows of pages, as policies read them.
 
         Of an FP8 cache they are a copy in the model's dtype, and what attention reads:
-        the rounded numbers, times the scale of their row's layer.
-
-        Args:
-            name: "keys" or "values".
-            pages: [E, L, H, C] int64; see `PagedTokens`.
-            num_tokens: T, tokens per row.
+        the rounded numbers, times the scale of their row's layer. See `PagedTokens`.
         """
         pools = self.keys if name == "keys" else self.values
         if self.float8 is None:
@@ -207,45 +176,33 @@ class PagePool:
             self.null_pages, blocks[:, None, None, :], alpha=self.num_heads
         )
 
-    def vectors_of(self, layer: int) -> torch.Tensor:
-        """Return [B * 2N, H * D]: a layer's memory in rows of one vector per KV head.
-
-        Superblock b is rows b * 2N and after. For values other than keys and values.
-        Of an FP8 cache a row has H * D bytes; of latent vectors it is half of one.
-        """
-        return self._caches[layer].view(-1, self.num_heads * self._row)
-
-    def read_vectors(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [L, M, H * D] of rows [M] int64 of `vectors_of`, in every layer."""
-        if not self.spans_layers:
-            caches = map(self.vectors_of, range(self.num_layers))
-            return torch.stack([cache.index_select(0, rows) for cache in caches])
-        shape = (self.num_layers, -1, self.num_heads * self._row)
-        return self._pools[0].view(shape).index_select(1, rows)
-
     def clear(self, blocks: torch.Tensor) -> None:
         """Set superblocks [M] int64 to zeros in every layer."""
-        caches = self._caches
-        if self.spans_layers:
-            caches = [self._pools[0].view(self.num_layers, self.num_blocks, -1)]
-        for cache in caches:
-            cache.index_fill_(int(self.spans_layers), blocks, 0)
+        self.pages.view(self.num_layers, self.num_blocks, -1).index_fill_(1, blocks, 0)
 
 
-def _one_allocation(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """View all layers as one [L * B * H, N, 2D] tensor; None if they lie apart."""
+def _all_pages(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
+    """View all layers as one [L * B * H, N, 2D] tensor."""
     first = kv_caches[0]
     if not all(cache.is_contiguous() for cache in kv_caches):
         raise ValueError("KV caches: expected contiguous head-major blocks (LBHNC)")
-    for layer, cache in enumerate(kv_caches):
-        here = cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        offset = first.storage_offset() + layer * first.numel()
-        if not here or cache.storage_offset() != offset:
-            return None
+    if not _lie_together(kv_caches):
+        raise ValueError("KV caches: expected the layers in one allocation, in order")
     num_blocks, num_heads, block_size, width = first.shape
     page = block_size * width
     return first.as_strided(
         (len(kv_caches) * num_blocks * num_heads, block_size, width), (page, width, 1)
+    )
+
+
+def _lie_together(kv_caches: Sequence[torch.Tensor]) -> bool:
+    """Return whether every layer starts where the one before it ends."""
+    first = kv_caches[0]
+    memory, start = first.untyped_storage().data_ptr(), first.storage_offset()
+    return all(
+        cache.untyped_storage().data_ptr() == memory
+        and cache.storage_offset() == start + layer * first.numel()
+        for layer, cache in enumerate(kv_caches)
     )
 
 
@@ -266,9 +223,6 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
     """Write one token with the backend's own kernel and read it through our view.
 
     Writes the last slot of the empty cache and sets it back to zeros.
-
-    Args:
-        layer: vLLM's attention layer number `index`.
 
     Raises:
         RuntimeError: the view does not read what the backend wrote.

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.logger import init_logger
 
 from vllm_kvpolicy import compat
 from vllm_kvpolicy.config import KVPolicyConfig
@@ -24,7 +23,6 @@ from vllm_kvpolicy.policies.base import LoadedModel, Needs, Policy
 from vllm_kvpolicy.policies.compose import assemble
 from vllm_kvpolicy.policies.model_files import ModelShape
 from vllm_kvpolicy.policies.names import ResolvedPolicy
-from vllm_kvpolicy.policies.ranks import ALL_HEADS, ONE_RANK, HeadShard, Ranks
 from vllm_kvpolicy.sizes import max_global_blocks, own_block_size, query_rows
 from vllm_kvpolicy.worker.captures.capture import Capture
 from vllm_kvpolicy.worker.captures.query_windows import QueryWindows
@@ -32,7 +30,7 @@ from vllm_kvpolicy.worker.captures.token_signals import TokenSignals
 from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.compaction import Compactor, remembered
 from vllm_kvpolicy.worker.latents import in_latent_space, is_latent, watch
-from vllm_kvpolicy.worker.layers import check_known, logits_reader, model_rope
+from vllm_kvpolicy.worker.layers import check_known, model_rope
 from vllm_kvpolicy.worker.observers.live import LiveEvents
 from vllm_kvpolicy.worker.observers.trace import Tracer
 from vllm_kvpolicy.worker.pages import Float8, PagePool, check_layout
@@ -47,9 +45,7 @@ from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.tiers.tier import Tier
 from vllm_kvpolicy.worker.warmup import DummyEvents
 
-logger = init_logger("vllm.kv_policy")
-
-# Kinds of these tables.
+# Kinds of side tables.
 VALUES = "values of kept tokens"
 PAGES = "decisions and bounds of pages"
 LISTS = "page lists of heads"
@@ -63,7 +59,6 @@ class SideTables:
         num_heads: n = L * H on this rank.
         max_local_tokens: most local tokens right after an event, per head.
         num_memories: values that are remembered of each survivor.
-        is_ragged: whether heads have page lists of their own.
         page_bytes: bytes for each head page, of decisions and page bounds.
     """
 
@@ -79,11 +74,7 @@ class SideTables:
     def of_server(
         cls, vllm_config: Any, config: KVPolicyConfig, needs: Needs, num_heads: int
     ) -> "SideTables":
-        """Return the sizes of a worker with `num_heads` KV heads in all its layers.
-
-        Args:
-            needs: of all its policies.
-        """
+        """Return the sizes of a worker; `needs` are those of all its policies."""
         block_size = own_block_size(vllm_config)
         decisions = 4 * block_size if needs.until else 0  # an int32 for each slot
         bounds = PageSelection.page_bytes(config, vllm_config)
@@ -114,15 +105,11 @@ class SideTables:
         }
 
     def nbytes(self, num_blocks: int) -> int:
-        """Return the bytes that these take with a pool of `num_blocks` superblocks."""
+        """Return the bytes of all of `parts`."""
         return sum(self.parts(num_blocks).values())
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:
-        """Return how many superblocks fit together with these tables.
-
-        Args:
-            available: bytes for the KV cache and these tables together.
-        """
+        """Return how many superblocks fit with these tables into `available` bytes."""
 
         def total(num_blocks: int) -> int:
             return num_blocks * superblock_bytes + self.nbytes(num_blocks)
@@ -144,7 +131,6 @@ class Share:
     policies: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the share in words."""
         return f"{self.what} {mib(self.nbytes)} for {', '.join(self.policies)}"
 
 
@@ -186,30 +172,99 @@ def too_small(
     )
 
 
-@dataclass(frozen=True)
 class WorkerSetup:
     """What a worker holds before the KV cache exists; `bind` makes the runtime of it.
 
     Args:
-        tables: what attention will read in a step.
-        side_tables: sizes of what is made along with the KV cache.
-        query_rows: rows of a superblock that a query takes; None to batch events
-            without bound.
+        model: the loaded model, not yet compiled or captured, which captures hook.
+
+    Raises:
+        ValueError: a policy that cannot serve this model.
     """
 
-    vllm_config: Any
-    config: KVPolicyConfig
-    policies: Mapping[str, Policy]
-    needs: Needs
-    layers: Sequence[Any]
-    rope: Rope | None
-    requests: RequestTable
-    captures: Sequence[Capture]
-    tables: PhysicalTables | FoldedTables
-    side_tables: SideTables
-    shard: HeadShard = ALL_HEADS
-    ranks: Ranks = ONE_RANK
-    query_rows: int | None = None
+    def __init__(
+        self,
+        vllm_config: Any,
+        config: KVPolicyConfig,
+        model: nn.Module,
+        layers: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        self.vllm_config, self.config, self.layers = vllm_config, config, list(layers)
+        self.shard = head_shard(vllm_config, layers[0])
+        self.policies = self._policies()
+        needs = reduce(or_, (policy.needs for policy in self.policies.values()))
+        self.needs = needs | Needs(positions=config.hints)
+        self.rope = rope_for(self.policies, model, layers)
+        sizes = self.needs, len(layers) * layers[0].num_kv_heads
+        self.side_tables = SideTables.of_server(vllm_config, config, *sizes)
+        self.requests = RequestTable(
+            self.side_tables.num_requests,
+            max_global_blocks(vllm_config, config),
+            self.side_tables.block_size,
+            device,
+        )
+        self.tables = self._step_tables()
+        loaded = LoadedModel(model, layers, vllm_config, device, self.rope)
+        self.captures = self._captures(loaded)
+        self.ranks = ranks_of(self.shard, device)
+
+    def _policies(self) -> dict[str, Policy]:
+        """Return the server's policies by name, each for the heads of this rank."""
+        policies, shard = {}, self.shard
+        for name in self.config.policies:
+            policy = assemble(self.config.resolved(name))
+            with refused_for({name: policy}):
+                heads = shard.num_heads, shard.num_kv_heads, self.layers[0].head_size
+                policy.check_model(ModelShape(len(self.layers), *heads))
+                policy.take_heads(shard)
+            policies[name] = policy
+        check_known(self.layers, self.vllm_config)
+        return policies
+
+    def _step_tables(self) -> PhysicalTables | FoldedTables:
+        """Return what attention reads in a step; this is where the tier is chosen."""
+        config, requests = self.vllm_config, self.requests
+        num_rows = config.scheduler_config.max_num_seqs  # padding included
+        num_columns = -(-config.model_config.max_model_len // requests.block_size)
+        if not self.config.is_ragged:
+            return PhysicalTables(requests, num_rows, num_columns)
+        is_final = compat.captures_attention(config) or requests.device.type != "cpu"
+        if not is_final:
+            num_rows, num_columns = 0, 0
+        heads = len(self.layers), self.layers[0].num_kv_heads
+        return FoldedTables(*heads, num_rows, num_columns, requests.device, is_final)
+
+    def _captures(self, model: LoadedModel) -> list[Capture]:
+        """Return the captures that the policies need, hooked to the model."""
+        captures, first = list[Capture](), model.layers[0]
+        if self.needs.window_tokens:
+            turn = partial(in_latent_space, model.layers) if is_latent(first) else None
+            captures.append(
+                QueryWindows(
+                    query_rows(self.vllm_config),
+                    model.step_tokens,
+                    model.device,
+                    compat.captures_attention(self.vllm_config),
+                    turn,
+                )
+            )
+        if self.needs.signals:
+            with refused_for(self.policies, TokenSignals.serves):
+                signals = TokenSignals(self.needs.signals, model)
+                signals.attach(model.module)
+            captures.append(signals)
+        # Names that differ only after the admission share one decider.
+        each = (getattr(policy, "decider", None) for policy in self.policies.values())
+        decider = next(filter(None, each), None)
+        if decider is not None:
+            with refused_for(self.policies, VisibleUntil.serves):
+                decider.attach(model)
+            sizes = own_block_size(self.vllm_config), first.num_kv_heads
+            steps = model.step_tokens, model.device
+            sinks = self.config.sink_tokens
+            captures.append(VisibleUntil(decider, sinks, *sizes, *steps))
+        return captures
 
     @property
     def early_bytes(self) -> int:
@@ -259,11 +314,7 @@ class WorkerSetup:
         )
 
     def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
-        """Build the runtime over vLLM's KV caches and attach it to the layers.
-
-        Args:
-            keys_are_columns: see `worker.pages.PagePool`.
-        """
+        """Build the runtime over vLLM's KV caches, and attach it to the layers."""
         caches = [layer.kv_cache for layer in self.layers]
         float8, value_dim = Float8.of_layers(self.layers), None
         if is_latent(self.layers[0]):
@@ -300,8 +351,8 @@ class WorkerSetup:
             trace=self._trace(partial(counters.note_off, TRACE)),
             live=self._live(partial(counters.note_off, LIVE)),
             ranks=self.ranks,
-            most_tokens=self._most_tokens(pool),
-            sink_logits=logits_reader(self.layers),
+            most_tokens=self.dummy_events(pool).most_tokens(),
+            layers=self.layers,
         )
         runtime = KVPolicyRuntime(compactor, counters)
         for index, layer in enumerate(self.layers):
@@ -311,14 +362,12 @@ class WorkerSetup:
                 watch(layer, runtime.observe)
         return runtime
 
-    def _most_tokens(self, pool: PagePool) -> dict[str, int]:
-        """Return how large batches of events may be: as what a warm-up tries."""
-        if self.query_rows is None:
-            return {}
+    def dummy_events(self, pool: PagePool) -> DummyEvents:
+        """Return what a warm-up tries: batches of events may be as large."""
         most, sizes = self.requests.null_row, (pool.block_size, pool.num_blocks)
         longest = self.vllm_config.model_config.max_model_len  # vLLM may have cut it
-        events = DummyEvents(self.config, most, *sizes, longest, self.query_rows)
-        return events.most_tokens()
+        rows = query_rows(self.vllm_config)
+        return DummyEvents(self.config, most, *sizes, longest, rows)
 
     def _trace(self, on_off: Callable[[], None]) -> Tracer | None:
         if not self.config.trace_dir:
@@ -347,12 +396,6 @@ class WorkerSetup:
         is_captured = compat.captures_attention(self.vllm_config)
         if isinstance(self.tables, PhysicalTables):
             return EqualTier(self.requests, pool, self.tables, is_captured)
-        if not pool.spans_layers:
-            logger.warning(
-                "KV policy: each layer has a separate allocation, so pages cannot "
-                "move between layers; a request holds as many superblocks as its "
-                "largest layer needs"
-            )
         lists = HeadTables(
             self.requests,
             pool.num_blocks,
@@ -372,132 +415,14 @@ class WorkerSetup:
         )
 
 
-def prepare(
-    vllm_config: Any,
-    config: KVPolicyConfig,
-    model: torch.nn.Module,
-    layers: Sequence[Any],
-    device: torch.device,
-) -> WorkerSetup:
-    """Build policies, tables and captures, and hook the captures to the model.
-
-    Args:
-        model: the loaded model, not yet compiled or captured.
-
-    Raises:
-        ValueError: a policy that cannot serve this model.
-    """
-    shard = head_shard(vllm_config, layers[0])
-    policies = _policies(vllm_config, config, layers, shard)
-    needs = reduce(or_, (policy.needs for policy in policies.values()))
-    needs |= Needs(positions=config.hints)
-    rope = rope_for(policies, model, layers)
-    num_heads = len(layers) * layers[0].num_kv_heads
-    side_tables = SideTables.of_server(vllm_config, config, needs, num_heads)
-    sizes = max_global_blocks(vllm_config, config), side_tables.block_size
-    requests = RequestTable(side_tables.num_requests, *sizes, device)
-    tables = _step_tables(vllm_config, config, layers, requests)
-    loaded = LoadedModel(model, layers, vllm_config, device, rope)
-    captures = _captures(config, policies, needs, loaded)
-    return WorkerSetup(
-        vllm_config,
-        config,
-        policies,
-        needs,
-        list(layers),
-        rope,
-        requests,
-        captures,
-        tables,
-        side_tables,
-        shard,
-        ranks_of(shard, device),
-        query_rows(vllm_config),
-    )
-
-
-def _policies(
-    vllm_config: Any, config: KVPolicyConfig, layers: Sequence[Any], shard: HeadShard
-) -> dict[str, Policy]:
-    """Return the server's policies by name, each for the heads of this rank."""
-    policies = {}
-    for name in config.policies:
-        policy = assemble(config.resolved(name))
-        with refused_for({name: policy}):
-            heads = shard.num_heads, shard.num_kv_heads, layers[0].head_size
-            policy.check_model(ModelShape(len(layers), *heads))
-            policy.take_heads(shard)
-        policies[name] = policy
-    check_known(layers, vllm_config)
-    return policies
-
-
-def _step_tables(
-    vllm_config: Any,
-    config: KVPolicyConfig,
-    layers: Sequence[Any],
-    requests: RequestTable,
-) -> PhysicalTables | FoldedTables:
-    """Return what attention reads in a step; this is where the tier is chosen."""
-    num_rows = vllm_config.scheduler_config.max_num_seqs  # padding included
-    num_columns = -(-vllm_config.model_config.max_model_len // requests.block_size)
-    if not config.is_ragged:
-        return PhysicalTables(requests, num_rows, num_columns)
-    is_final = compat.captures_attention(vllm_config) or requests.device.type != "cpu"
-    if not is_final:
-        num_rows, num_columns = 0, 0
-    sizes = len(layers), layers[0].num_kv_heads, num_rows, num_columns
-    return FoldedTables(*sizes, requests.device, is_final)
-
-
-def _captures(
-    config: KVPolicyConfig,
-    policies: Mapping[str, Policy],
-    needs: Needs,
-    model: LoadedModel,
-) -> list[Capture]:
-    """Return the captures that the policies need, hooked to the model."""
-    vllm_config, captures = model.vllm_config, list[Capture]()
-    if needs.window_tokens:
-        tokens, is_captured = model.step_tokens, compat.captures_attention(vllm_config)
-        sizes = query_rows(vllm_config), tokens, model.device, is_captured
-        is_turned = is_latent(model.layers[0])
-        turn = partial(in_latent_space, model.layers) if is_turned else None
-        captures.append(QueryWindows(*sizes, turn))
-    if needs.signals:
-        with refused_for(policies, TokenSignals.serves):
-            signals = TokenSignals(needs.signals, model)
-            signals.attach(model.module)
-        captures.append(signals)
-    # Names that differ only after the admission share one decider.
-    deciders = [getattr(policy, "decider", None) for policy in policies.values()]
-    for decider in [each for each in deciders if each is not None][:1]:
-        with refused_for(policies, VisibleUntil.serves):
-            decider.attach(model)
-        captures.append(
-            VisibleUntil(
-                decider,
-                config.sink_tokens,
-                own_block_size(vllm_config),
-                model.layers[0].num_kv_heads,
-                model.step_tokens,
-                model.device,
-            )
-        )
-    return captures
-
-
 @contextmanager
 def refused_for(
     policies: Mapping[str, Policy], reads: Callable[[Needs], Any] = lambda needs: True
 ) -> Iterator[None]:
-    """Add to a refusal the names of the policies that it concerns.
+    """Add to a ValueError raised inside the names of the policies that it concerns.
 
     Args:
         reads: returns from its needs whether a policy is concerned; by default all are.
-
-    Raises:
-        ValueError: the one raised inside, with the policies' names.
     """
     try:
         yield
@@ -512,10 +437,7 @@ def refused_for(
 def rope_for(
     policies: Mapping[str, Policy], model: nn.Module, layers: Sequence[Any]
 ) -> Rope | None:
-    """Return how layers of a model rotate, None if no policy asks for it.
-
-    Args:
-        layers: attention layers of full attention in it, in model order.
+    """Return how a model's layers of full attention rotate, None if nobody asks for it.
 
     Raises:
         ValueError: a rotary embedding of a kind that is not known, or that one of the

@@ -10,6 +10,7 @@ batches no more events than have as many tokens as a batch here, see
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,24 +25,14 @@ NAMES = ("warm-up 0", "warm-up 1")  # of the requests
 NUM_EVENTS = 2  # of each: the first, and one that finds survivors
 
 
-def warm_up(
-    runtime: KVPolicyRuntime,
-    config: KVPolicyConfig,
-    max_model_len: int,
-    query_rows: int,
-) -> None:
+def warm_up(runtime: KVPolicyRuntime, dummies: "DummyEvents") -> None:
     """Run dummy events, and the other kernels of a step.
-
-    Args:
-        query_rows: rows of a superblock that a query takes.
 
     Raises:
         ValueError: the device has no memory for the temporary tensors of an event.
     """
-    requests, pool = runtime.requests, runtime.compactor.pool
     untraced = replace(runtime.compactor, trace=None, live=None)
-    sizes = requests.block_size, pool.num_blocks, max_model_len, query_rows
-    for events in DummyEvents(config, requests.null_row, *sizes).steps():
+    for events in dummies.steps():
         try:
             untraced.run(events)
         except torch.OutOfMemoryError as error:
@@ -50,8 +41,8 @@ def warm_up(
                 f"of an event at {events[0].position} tokens; lower "
                 "--gpu-memory-utilization, --kv-budget or prefill_interval"
             ) from error
-    requests.drop(NAMES)
-    runtime.tier.warm_up(-(-max_model_len // requests.block_size))
+    runtime.requests.drop(NAMES)
+    runtime.tier.warm_up(-(-dummies.max_model_len // dummies.block_size))
     for capture in runtime.captures:
         capture.drop(NAMES)
         capture.warm_up()
@@ -176,15 +167,9 @@ class DummyEvents:
 
 def _moved(event: CompactEvent, number: int, distance: int) -> CompactEvent:
     """Return the same event of another request, its superblocks `distance` higher."""
-
-    def further(blocks: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(block + distance for block in blocks)
-
-    return replace(
-        event,
-        request_id=NAMES[number],
-        source_blocks=further(event.source_blocks),
-        dest_blocks=further(event.dest_blocks),
-        local_blocks=further(event.local_blocks),
-        pinned_blocks=further(event.pinned_blocks),
-    )
+    names = "source_blocks", "dest_blocks", "local_blocks", "pinned_blocks"
+    blocks: dict[str, Any] = {
+        name: tuple(block + distance for block in getattr(event, name))
+        for name in names
+    }
+    return replace(event, request_id=NAMES[number], **blocks)

@@ -31,7 +31,7 @@ from vllm_kvpolicy.sizes import (
 )
 from vllm_kvpolicy.worker.latents import is_latent
 from vllm_kvpolicy.worker.layers import has_sinks
-from vllm_kvpolicy.worker.setup import prepare, too_small
+from vllm_kvpolicy.worker.setup import WorkerSetup, too_small
 from vllm_kvpolicy.worker.tensor_parallel import check_hosts, ends_its_rank
 
 logger = init_logger("vllm.kv_policy")
@@ -55,17 +55,21 @@ class KVPolicyWorkerMixin:
         layers: dict[str, Any] = {}
         for kind in (Attention, MLAAttention):
             layers |= get_layers_from_vllm_config(self.vllm_config, kind)
-        layers = {name: each for name, each in layers.items() if not is_sliding(each)}
-        reasons = layer_refusals(layers, stated)
+        # No policy is for layers that attend to a window.
+        layers = {
+            name: layer
+            for name, layer in layers.items()
+            if getattr(layer, "sliding_window", None) is None
+        }
         readers = {name for name, layer in layers.items() if source_of(layer)}
-        if reasons:
+        if reasons := layer_refusals(layers, stated):
             lines = "".join(f"\n  - {reason}" for reason in reasons)
             raise ValueError(
                 f"--kv-policy {config.policy} cannot run on this model:{lines}"
             )
         self.kv_policy_config = config
         self._readers = {each: source_of(layers.pop(each)) for each in readers}
-        self.kv_policy_setup = prepare(
+        self.kv_policy_setup = WorkerSetup(
             self.vllm_config, config, model, list(layers.values()), self.device
         )
         self.vllm_config.additional_config.set_graph(
@@ -228,9 +232,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
     """Return why these attention layers cannot run with a policy, one line per reason.
 
     Only what the loaded model tells; `api.guards` refuses everything else earlier.
-
-    Args:
-        cache_dtype: of the KV cache, as the scheduler knows it.
+    `cache_dtype` is that of the KV cache as the scheduler knows it.
     """
     if not layers:
         return ["no attention layers were found in the model"]
@@ -286,13 +288,7 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
 
 
 def _geometry(layer: Any) -> tuple[float, int, int, int]:
-    heads = layer.num_heads, layer.num_kv_heads, layer.head_size
-    return layer.impl.scale, *heads
-
-
-def is_sliding(layer: Any) -> bool:
-    """Return whether a layer attends to a window, so that no policy is for it."""
-    return getattr(layer, "sliding_window", None) is not None
+    return layer.impl.scale, layer.num_heads, layer.num_kv_heads, layer.head_size
 
 
 def source_of(layer: Any) -> str | None:
@@ -306,15 +302,11 @@ def source_of(layer: Any) -> str | None:
 def check_groups(
     specs: Mapping[str, Any], groups: OtherGroups, block_size: int
 ) -> None:
-    """Refuse layers of kinds, numbers and sizes that were not expected.
+    """Raise ValueError for layers of kinds, numbers or sizes that were not expected.
 
     Args:
         specs: by layer, of one number of tokens per superblock each.
         block_size: N, that layers of full attention are going to have.
-
-    Raises:
-        ValueError: a kind that no policy runs beside, or other layers than the
-            configuration names.
     """
     kinds = {type(spec) for spec in specs.values()}
     odd = sorted(kind.__name__ for kind in kinds - {*BOUNDED, *OTHERS})
@@ -364,9 +356,6 @@ CONSTANTS = int | float | str | bool | None
 
 def traced_parts(model: nn.Module, layers: Sequence[Any]) -> list[str]:
     """Return a line for each hook, each module that hooks read, and for attention.
-
-    Args:
-        model: vLLM's model with all hooks attached.
 
     Raises:
         TypeError: compiled code would depend on something that cannot be described.

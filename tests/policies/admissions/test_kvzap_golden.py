@@ -140,8 +140,10 @@ def test_layers_take_the_tensors_and_sizes_stay(golden: Golden, kind: str) -> No
     assert not policy.surrogate.tensors
     assert tuple(policy.surrogate.shapes) == names
     policy.check_model(ModelShape(LAYERS, 2 * HEADS, HEADS, 32))
-    with pytest.raises(ValueError, match="n_modules"):
-        policy.check_model(ModelShape(LAYERS + 1, 2 * HEADS, HEADS, 32))
+    for wrong, key in (((1, 0), "n_modules"), ((0, 1), "output_dim")):
+        sizes = LAYERS + wrong[0], 2 * HEADS, HEADS + wrong[1], 32
+        with pytest.raises(ValueError, match=key):
+            policy.check_model(ModelShape(*sizes))
 
 
 def test_scores_are_taken_in_the_dtype_of_the_model() -> None:

@@ -19,7 +19,7 @@ from support.attention.scene import POISON, Layers, Request, Shape
 from vllm_kvpolicy.config import CONFIG_KEY, KVPolicyConfig
 from vllm_kvpolicy.config_values import own_config
 from vllm_kvpolicy.protocol import StepCommands
-from vllm_kvpolicy.worker.setup import prepare
+from vllm_kvpolicy.worker.setup import WorkerSetup
 from vllm_kvpolicy.worker.transfer import to_device
 
 LAYERS = 2
@@ -70,7 +70,7 @@ class FoldedScene(Layers):
             self.layers = [self.make_layer(name) for name in NAMES]
             policy = KVPolicyConfig.from_dict(POLICY)
             model = torch.nn.Module()
-            setup = prepare(self.config, policy, model, self.layers, device)
+            setup = WorkerSetup(self.config, policy, model, self.layers, device)
             self.builder = self.make_builder(NAMES)
         assert own_config(self.config).is_ragged  # FlashAttention's builder asks it
         size = (LAYERS, self.num_blocks, shape.heads, shape.block, 2 * shape.dim)

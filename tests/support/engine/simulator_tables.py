@@ -1,8 +1,8 @@
 """Checks the worker's real tables against the simulation's own page lists.
 
-Owns a RequestTable, and for heads of their own lengths HeadTables and a Folder; they
-live through the same events, drops and reuse as a worker's would, with exactly as many
-rows as the engine may run requests.
+Owns a RequestTable, and for heads of their own lengths HeadTables and FoldedTables;
+they live through the same events, drops and reuse as a worker's would, with exactly as
+many rows as the engine may run requests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,7 +15,7 @@ from support.engine.simulator_pages import NUM_HEADS, Incarnation, check, own_pa
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.tiers.equal import PhysicalTables
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.transfer import to_device_together
 
 CPU = torch.device("cpu")
@@ -93,14 +93,13 @@ class RaggedCheck(TableCheck):
         # The simulation numbers pages superblock by superblock.
         own = torch.arange(NUM_HEADS)
         self.tables = HeadTables(self.requests, num_blocks, own, NUM_HEADS)
-        room = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
-        self.folder = Folder(self.requests, self.tables, room)
+        self.folded = FoldedTables(LAYERS, HEADS, 0, 0, CPU)
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests, as KVPolicyRuntime.begin does."""
         gone = list(request_ids)
         super().drop(gone)
-        self.folder.forget(gone)
+        self.folded.forget(gone)
 
     def update(self, events: Sequence[CompactEvent], live: Live) -> None:
         """Enter a step's events and the lists that the worker has drawn."""
@@ -116,7 +115,7 @@ class RaggedCheck(TableCheck):
             flat = first.new_zeros(1, dest.numel() * NUM_HEADS)
             flat[0, : int(first[0, -1])] = torch.from_numpy(np.concatenate(pages))
             self.tables.update([slot], index, dest, first, flat)
-            self.folder.forget([event.request_id])
+            self.folded.forget([event.request_id])
 
     def compare(self, scheduled: Mapping[str, int], live: Live) -> None:
         """Compare the folded batch of a step with the worker's own lists."""
@@ -138,7 +137,7 @@ class RaggedCheck(TableCheck):
                 np.stack([state.row for state in states])
             ).int(),
         )
-        folded = self.folder.fold(common, names)
+        folded = self.folded.fold(self.tables, common, names)
         tables = folded.tables.unflatten(1, (-1, HEADS)).numpy()
         lengths = folded.lengths.unflatten(1, (-1, HEADS)).numpy()
         for request, (name, state) in enumerate(zip(names, states, strict=True)):

@@ -5,7 +5,7 @@ whose they are; every token of every head is checked after every step.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
@@ -123,7 +123,6 @@ class Setup:
 
     policy: Any
     is_ragged: bool
-    one_allocation: bool = True
     columns: bool = False
     place: Any = None
     latest: int = 0
@@ -151,9 +150,9 @@ class Chain:
             scheduler_block_size=SIZE,
         )
         self.manager.attach(self.planner, OtherBlocks(), setup.place)
-        self.caches = list(self._caches())
+        shape = LAYERS, setup.num_blocks, HEADS, SIZE, 2 * DIM
+        self.caches = list(torch.full(shape, POISON))
         self.pool = PagePool(self.caches, setup.columns)
-        assert self.pool.spans_layers == setup.one_allocation
         self.requests = RequestTable(MOST_LIVE, LONGEST, SIZE, CPU)
         counters: Any = SimpleNamespace(
             add_events=lambda *given: None, add_tokens=lambda *given: None
@@ -163,12 +162,6 @@ class Chain:
         self.late: list[tuple[int, UsedBlocks]] = []
         self.gone: set[str] = set()
         self.totals: Counter[str] = Counter()
-
-    def _caches(self) -> Iterator[torch.Tensor]:
-        shape = (LAYERS, self.setup.num_blocks, HEADS, SIZE, 2 * DIM)
-        whole = torch.full(shape, POISON)
-        for layer in whole:
-            yield layer if self.setup.one_allocation else layer.clone()
 
     def _compactor(self) -> Compactor:
         sizes = MOST_LIVE, LONGEST // SIZE + 2
@@ -322,7 +315,6 @@ class Chain:
             assert note is not None, "the policy was not asked"
             rules = Rules(
                 block_size=SIZE,
-                num_groups=1 if self.setup.one_allocation else LAYERS,
                 is_ragged=self.setup.is_ragged,
                 is_dynamic=self.setup.policy.dynamic,
             )
@@ -419,13 +411,12 @@ class Chain:
     ) -> None:
         """Compare a request's page lists [n, P] with what each head should hold."""
         state = self.live[name]
-        taken: list[tuple[int, int]] = []
+        taken: list[int] = []
         for head, length in enumerate(lengths):
             layer, expected = head // HEADS, state.held(head)
             assert is_ascending(expected) and length == len(expected), (name, head)
             mine = pages[head, : -(-length // SIZE)]
-            group = 0 if self.setup.one_allocation else layer
-            taken += [(group, page) for page in mine.tolist()]
+            taken += mine.tolist()
             keys, values = (
                 part[layer][mine].flatten(0, 1)[:length]
                 for part in (self.pool.keys, self.pool.values)
@@ -437,5 +428,5 @@ class Chain:
             assert same(keys, want), (name, head, keys.tolist(), expected)
             assert same(values, -want), (name, head)
         assert len(set(taken)) == len(taken), "a page has two owners"
-        blocks = {page // HEADS % self.setup.num_blocks for _, page in taken}
+        blocks = {page // HEADS % self.setup.num_blocks for page in taken}
         assert blocks <= row - {0}, "a page of somebody else's superblock"

@@ -20,14 +20,11 @@ class Rules:
     """How choices become whole pages.
 
     Args:
-        block_size: N.
-        num_groups: parts of the heads that share out pages of their own.
         is_ragged: heads may hold different numbers of pages.
         is_dynamic: the choice need not fill the destinations.
     """
 
     block_size: int
-    num_groups: int
     is_ragged: bool
     is_dynamic: bool
 
@@ -38,8 +35,6 @@ def survivors(
     """Return each head's survivors as indices into what it holds.
 
     Args:
-        rules: how choices become pages.
-        chosen: the decision.
         held: full pages of each head below the frontier.
         sinks: first tokens that every head keeps.
         num_dest: superblocks to fill.
@@ -68,18 +63,15 @@ def _quota(
     rules: Rules, counts: list[int], held: list[int], sinks: int, num_dest: int
 ) -> list[int]:
     """Deal pages one by one to the head with the most chosen tokens outside."""
-    size, width = rules.block_size, len(held) // rules.num_groups
+    size, total = rules.block_size, num_dest * len(held)
     quota = [min(-(-sinks // size), pages) for pages in held]
-    for first in range(0, len(held), width):
-        heads = range(first, first + width)
-        total = num_dest * width
-        if rules.is_dynamic and rules.num_groups == 1:
-            wanted = sum(-(-counts[head] // size) for head in heads)
-            total = min(total, max(wanted, 1))
-        while sum(quota[head] for head in heads) < total:
-            open_heads = [head for head in heads if quota[head] < held[head]]
-            best = max(open_heads, key=lambda h: (counts[h] - quota[h] * size, -h))
-            quota[best] += 1
+    if rules.is_dynamic:
+        wanted = sum(-(-count // size) for count in counts)
+        total = min(total, max(wanted, 1))
+    while sum(quota) < total:
+        open_heads = [head for head, pages in enumerate(held) if quota[head] < pages]
+        best = max(open_heads, key=lambda h: (counts[h] - quota[h] * size, -h))
+        quota[best] += 1
     return quota
 
 

@@ -44,8 +44,6 @@ class World:
     """A worker's tables, and what happens to two requests on them.
 
     Args:
-        name: the policy.
-        device: where tables lie.
         draw: makes keys, values and queries, as torch.zeros does.
         options: the policy's own, defaults apart.
     """

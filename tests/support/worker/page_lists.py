@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from vllm_kvpolicy.worker.request_table import RequestTable
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 
 SIZE, SLOTS, MOST, ROW, CPU = 4, 6, 6, 60, torch.device("cpu")
 
@@ -16,7 +16,6 @@ class Lists:
     """Page lists of requests by name; "n" has had no event.
 
     Args:
-        seed: of everything random.
         own: [L, H] id of each head's page of superblock 0.
         blocks: superblocks of the pool, all layers of which are one allocation.
         room: rows and columns of a step's tables that are there from the start.
@@ -38,8 +37,7 @@ class Lists:
         self.requests.global_blocks[:] = own_blocks.view(-1, MOST)
         sizes = len(own_blocks), self.own, self.heads
         self.tables = HeadTables(self.requests, *sizes)
-        made = FoldedTables(*own.shape, *room, CPU)
-        self.folder = Folder(self.requests, self.tables, made)
+        self.folded = FoldedTables(*own.shape, *room, CPU)
         self.lists: dict[str, list[list[int]]] = {"n": [[]] * len(self.own)}
         self.frontier, self.names = {"n": 0}, ["n"]
         self.rows: dict[str, list[int]] = {}
@@ -59,7 +57,7 @@ class Lists:
         self.requests.skip[row] = self.requests.skip_cpu[row] = frontier
         self.requests.frontier_blocks_cpu[row] = frontier
         self.lists[name], self.frontier[name] = lists, frontier
-        self.folder.forget([name, "not in the batch"])
+        self.folded.forget([name, "not in the batch"])
         return row, flat
 
     def choose(self, count: int) -> None:

@@ -56,8 +56,6 @@ def random_layout(
     """Return tokens per page, pages, and heads.
 
     Args:
-        rng: decides.
-        block_size: N.
         sizes: pages of each head before.
         num_pages: P, at least one more than the heads have.
         loyalty: the share of pages that keep owner and place.
@@ -121,7 +119,6 @@ def check_moves(
     """Move each head's tokens, and compare every slot with what a dictionary says.
 
     Args:
-        compact_pages: what moves.
         pages: [P, N, D], mutated; their bits are compared.
         rows: the moves of each head, (source slot, destination slot, page stays).
         give_in_place: pass on which pages stay.

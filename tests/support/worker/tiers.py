@@ -15,15 +15,7 @@ def make_tier(
     rows: int = 0,
     columns: int = 0,
 ) -> Tier:
-    """Return a tier of all rows of a request table.
-
-    Args:
-        is_ragged: heads have lengths of their own.
-        requests: whose.
-        pool: where their pages are.
-        rows: of a step's tables that are there from the start.
-        columns: of them.
-    """
+    """Return a tier; `rows` and `columns` of a step's tables are there at once."""
     if not is_ragged:
         tables = PhysicalTables(requests, rows, columns)
         return EqualTier(requests, pool, tables)

@@ -34,9 +34,7 @@ class Pattern:
 
     Args:
         use: [L, H] float64 from 0 to 1.
-        sinks: first tokens that every head keeps.
-        recent: newest tokens that every head keeps.
-        path: where it was read from, for errors.
+        sinks, recent: first and newest tokens that every head keeps.
     """
 
     use: Tensor
@@ -62,10 +60,7 @@ def load(path: str | Path) -> Pattern:
 
     It has `full_attention_heads.tsv`, a row of numbers from 0 to 1 for each layer, and
     `config.json` with `sink_size` and `recent_size`; see `attn_patterns` in
-    https://github.com/mit-han-lab/duo-attention at 0aef1ae.
-
-    Raises:
-        ValueError: naming the folder, what was found and what is expected.
+    https://github.com/mit-han-lab/duo-attention at 0aef1ae. Others raise a ValueError.
     """
     folder = Path(path)
     try:
@@ -134,7 +129,6 @@ class RetrievalHeads(BaseAdmission):
         self.keeps = pattern.retrieving(sparsity).float()
 
     def check_model(self, model: ModelShape) -> None:
-        """Check that the pattern fits the model; see `Pattern.check_shape`."""
         self.pattern.check_shape(model.num_layers, model.num_kv_heads)
 
     def take_heads(self, shard: HeadShard) -> None:
@@ -142,6 +136,5 @@ class RetrievalHeads(BaseAdmission):
         self.keeps = shard.kv_heads(self.keeps, 1)
 
     def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
-        """Return [E, L, H, F], 1 in heads that keep everything; see `BaseAdmission`."""
         self.keeps = self.keeps.to(token.device)
         return self.keeps[..., None].expand(token.shape)

@@ -52,7 +52,6 @@ class Surrogate:
         num_kv_heads: H, KV heads per layer; `output_dim`.
         num_units: M, hidden units per layer, `hidden_dim`; None for a linear surrogate.
         tensors: float32 by name, see `shapes`.
-        path: where it was read from, for errors.
     """
 
     num_layers: int
@@ -91,27 +90,18 @@ class Surrogate:
 
     def of_heads(self, shard: HeadShard) -> "Surrogate":
         """Return the surrogate that scores for a rank's KV heads alone."""
-        cut = {
-            f"layers.{layer}{self._names[-1]}.{part}"
-            for layer in range(self.num_layers)
-            for part in ("weight", "bias")
-        }
+        last = tuple(f"{self._names[-1]}.{part}" for part in ("weight", "bias"))
         tensors = {
-            name: shard.kv_heads(tensor, 0) if name in cut else tensor
+            name: shard.kv_heads(tensor, 0) if name.endswith(last) else tensor
             for name, tensor in self.tensors.items()
         }
-        heads = len(tensors[f"layers.0{self._names[-1]}.bias"])
+        heads = len(tensors[f"layers.0{last[1]}"])
         return replace(self, num_kv_heads=heads, tensors=tensors)
 
     def check_model(self, model: ModelShape, hidden_size: int | None = None) -> None:
-        """Check that the surrogate was trained for a model of this shape.
+        """Raise ValueError unless it was trained for a model of this shape.
 
-        Args:
-            model: its sizes.
-            hidden_size: channels of its hidden states; None to leave them out.
-
-        Raises:
-            ValueError: naming the folder, the key of config.json, and both values.
+        `hidden_size` are the channels of its hidden states; None leaves them out.
         """
         expect(self.path, "n_modules", self.num_layers, model.num_layers)
         expect(self.path, "output_dim", self.num_kv_heads, model.num_kv_heads)
@@ -151,11 +141,7 @@ SIZES = ("n_modules", "input_dim", "output_dim")  # and hidden_dim, which may be
 def load(name: str | Path) -> Surrogate:
     """Read a surrogate from a folder, or from what has been downloaded from the hub.
 
-    Args:
-        name: a folder, or a name on the hub such as nvidia/KVzap-mlp-Qwen3-8B.
-
-    Raises:
-        ValueError: naming the folder, the key, and what was found and expected there.
+    There its name is such as nvidia/KVzap-mlp-Qwen3-8B. Others raise a ValueError.
     """
     folder = _folder(name)
     path = folder / CONFIG_FILE
@@ -199,10 +185,7 @@ ARGUMENT = "hidden_states"  # of the forward method of vLLM's attention modules
 class SurrogateScores(BaseAdmission):
     """Admits the tokens whose score is not below a threshold.
 
-    Args:
-        surrogate: as read from a folder; once layers have its tensors, its sizes alone.
-        lowest: score that a token needs to stay.
-        exact: tokens are hidden as soon as they leave the window.
+    Once layers have the surrogate's tensors, its sizes alone are kept here.
     """
 
     summary = (
@@ -253,11 +236,9 @@ class SurrogateScores(BaseAdmission):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of scores and surrogates."""
         return sum(part.nbytes for each in self._scorers for part in each.buffers())
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook the attention module of each layer; see `BaseAdmission`."""
         # Besides itself, a query sees as many tokens as are recent at an event.
         self.window = own_config(model.vllm_config).recent_tokens + 1
         shape = model.step_tokens, self.surrogate.num_kv_heads
@@ -273,7 +254,6 @@ class SurrogateScores(BaseAdmission):
         self.surrogate = replace(self.surrogate, tensors={})
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
-        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         is_below = self._scorers[layer].logits[: len(positions)] < self.lowest
         return Decisions(~is_below)
 
@@ -288,9 +268,6 @@ def attach_surrogate(
             states [T, d] behind the input norm.
         scores: [step_tokens, H] float32, written.
         linears: see `surrogate_scores`.
-
-    Raises:
-        ValueError: its forward method takes no hidden states.
     """
     arguments = list(inspect.signature(attention.forward).parameters)
     if ARGUMENT not in arguments:

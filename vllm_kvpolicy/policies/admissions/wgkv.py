@@ -52,9 +52,7 @@ class Gates(LayerFile):
         model: name of the model, as it was given; like `flavour` "" where a file does
             not say, as released ones do not.
         flavour: one of `FLAVOURS`.
-        num_layers: L.
-        num_kv_heads: H, KV heads per layer.
-        head_dim: D, channels per head.
+        num_layers, num_kv_heads, head_dim: L, H and D, as of `ModelShape`.
         rope_theta: base of the rotary embedding; like the other floating point numbers
             but `threshold` NaN where a file does not say.
         window: tokens that are always seen, the querying one included.
@@ -109,10 +107,7 @@ class Gates(LayerFile):
     def check_model(self, flavour: str, rope_theta: float, **sizes: int) -> None:
         """Check that the gates were trained for a model of this kind; raises as `fits`.
 
-        Args:
-            flavour: type of the model.
-            rope_theta: base of its rotary embedding.
-            **sizes: see `sizes_of`.
+        `flavour` is its type; see `sizes_of`.
         """
         self.fits(**sizes)
         if self.flavour:
@@ -139,7 +134,6 @@ class Gates(LayerFile):
 
     @classmethod
     def unstacked(cls, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a file; the inverse of `stacked`."""
         num_layers, num_heads, num_units, channels = weights["first"].shape
         shapes = {
             "first": (num_layers, num_heads * num_units, channels, 1),
@@ -167,10 +161,7 @@ def load(path: str | Path) -> Gates:
     the header.
 
     A released file says neither window nor threshold: it gets those of the paper, which
-    `dataclasses.replace` changes.
-
-    Raises:
-        ValueError: naming the file, the key, and what was found and expected there.
+    `dataclasses.replace` changes. Others raise a ValueError.
     """
     is_released = Path(path).suffix.lower() == ".pt"
     gates = _load_released(path) if is_released else _load_ours(path)
@@ -179,7 +170,6 @@ def load(path: str | Path) -> Gates:
 
 
 def _load_ours(path: str | Path) -> Gates:
-    """Read a file that `save` wrote; its tensors are not checked."""
     valid = "a safetensors file, or a .pt file released by the authors"
     gates = Gates.from_file(path, valid)
     gates.require("flavour", gates.flavour in FLAVOURS, " or ".join(FLAVOURS))
@@ -254,12 +244,9 @@ def _read_pickle(path: str | Path) -> dict[str, Tensor]:
 
 
 class WriteGates(BaseAdmission):
-    """Admits the tokens whose trained gate is above a threshold.
+    """Admits the tokens whose trained gate is above a threshold, by default the file's.
 
-    Args:
-        gates: as read from a file.
-        threshold: the paper's tau; None for the file's.
-        exact: tokens decide while they are computed.
+    Where it is `exact` tokens decide while they are computed.
     """
 
     summary = "trained gates choose which tokens stay when they leave the recent window"
@@ -323,11 +310,9 @@ class WriteGates(BaseAdmission):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the gates."""
         return sum(tensor.nbytes for tensor in self.weights.tensors().values())
 
     def attach(self, model: LoadedModel) -> None:
-        """Move the gates to the model's device and dtype; see `BaseAdmission`."""
         self._rope = model.rope
         self.weights = self.weights.to(model.device, model.dtype)
         self._of_layer = [
@@ -336,7 +321,6 @@ class WriteGates(BaseAdmission):
         ]
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
-        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         assert self._rope is not None  # `needs` says so
         # One event of one layer, [1, 1, H, T, D].
         keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])

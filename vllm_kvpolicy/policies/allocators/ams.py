@@ -130,12 +130,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 class AMSConfig(AMSOptions):
     """Parameters of AMS: the word's options, with the tokens that `select` keeps.
 
-    Args:
-        sinks: first tokens of a row that `select` always keeps; a server has a flag.
-        recent: newest tokens of a row that `select` always keeps; likewise.
-
-    Raises:
-        ValueError: a field outside its range.
+    Those are the first `sinks` and the newest `recent` ones of a row; servers have
+    flags for them.
     """
 
     sinks: int = Field(DEFAULT_SINKS, ge=0)
@@ -179,7 +175,6 @@ def choose(
         must_keep: [R, T] bool, at most `budget` per row, False on padding.
         lengths: [R] int64.
         budget: K, tokens per row; a row that has less keeps all.
-        config: parameters.
         credit: [R, T] or None.
         candidates: [R, T] bool, what may be chosen, must-keep tokens included.
     """
@@ -244,8 +239,7 @@ class AMSSelection:
     Args:
         keep: [R, K] int64, token indices, ascending; -1 on the right of rows that hold
             fewer than K tokens.
-        segments: see `AMSChoice`.
-        quotas: likewise.
+        segments, quotas: see `AMSChoice`.
         credit: [R, K], of the kept tokens.
     """
 
@@ -279,7 +273,6 @@ def select(
             and NaN count as zero.
         score: [R, T] floating point, higher is kept sooner within a segment.
         budget: K, tokens per row, at most T and at most every row's length.
-        config: parameters.
         credit: [R, <= T], what the last call returned; newer tokens start at zero.
             None at a first event.
         lengths: [R] int64, tokens per row where rows are right-padded, else T.

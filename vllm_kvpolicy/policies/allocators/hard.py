@@ -163,19 +163,15 @@ class HardAllocator(BaseAllocator):
             score = -rank_by(votes, score).float()  # exact below 2^24
             return score, ranked_positions(score), votes > 0, {}
         order, nobody = ranked_positions(score), torch.zeros_like(inputs.must_keep)
-        size, memory = self._longest(usage), {}
+        nucleus, memory = measured(usage).nucleus, {}
+        if nucleus is None:
+            raise ValueError("usage: expected nuclei, got None")
+        size = nucleus[..., -self.needs.window_tokens :].amax(-1)
         if TEMPERATURE in self.needs.memory:
             size, tau = self._calibrated(score, inputs, size)
             memory = {TEMPERATURE: tau[..., None].expand(score.shape)}
         candidates = fill_in_order(nobody, order, inputs.valid, size)
         return score, order, candidates, memory
-
-    def _longest(self, usage: WindowUsage | None) -> Tensor:
-        """Return the largest nucleus of the window's rows, [E, L, H] int64 tokens."""
-        nucleus = measured(usage).nucleus
-        if nucleus is None:
-            raise ValueError("usage: expected nuclei, got None")
-        return nucleus[..., -self.needs.window_tokens :].amax(-1)
 
     def _calibrated(
         self, score: Tensor, inputs: EventInputs, longest: Tensor
@@ -237,11 +233,7 @@ def scale_to(
     What floors and caps keep a head from giving or taking falls to the others evenly.
 
     Args:
-        total: [G] int64 tokens.
-        sizes: [G, n] int64 tokens, between floors and caps.
-        floors: [G, n] int64 tokens.
-        caps: [G, n] int64 tokens.
-        most: no total, size or cap is above it.
+        total: [G] int64 tokens, no number above `most`; all others [G, n].
 
     Returns:
         [G, n] int64 tokens between floors and caps that add up to `total`, or to the
@@ -270,7 +262,6 @@ def choose_merge(
     Args:
         keep: [E, L, H, T] bool, the policy's choice.
         order: [E, L, H, T] floating point, higher is kept sooner.
-        inputs: the event.
         usage: [E, L, Hq, T] float32, mean attention of the window.
     """
     attention = mean_over_group(usage, keep.shape[2])
@@ -290,10 +281,9 @@ def pair_up(strong: Tensor, weak: Tensor, attention: Tensor, order: Tensor) -> T
     goes without, A takes z, B takes y and C takes x.
 
     Args:
-        strong: [..., T] bool, ranked by attention.
-        weak: [..., T] bool, ranked by order; the worst of them go without.
-        attention: [..., T] floating point.
-        order: [..., T] floating point; NaN allowed.
+        strong: [..., T] bool, ranked by attention [..., T] floating point.
+        weak: [..., T] bool, ranked by order [..., T] floating point, NaN allowed; the
+            worst of them go without.
 
     Returns:
         [..., T] int64, a token's partner, no token twice; -1 for none.

@@ -89,8 +89,6 @@ def layer_budgets(
     """Return the formula's budgets before rounding, [E, L] float64 tokens.
 
     Args:
-        num_layers: L.
-        budget: K, tokens.
         length: [E] int64, N, tokens held.
         beta: budget over that of the last layer.
         window: tokens that kvpress' layers keep anyway: no max above N - window, and K

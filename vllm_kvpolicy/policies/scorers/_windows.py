@@ -28,7 +28,6 @@ def map_windows(
     Args:
         of_logits: gets n pairs' `window_logits` [n, H, G, W, T] and [n, H, T] of
             `measured`; returns [n, ...].
-        window_tokens: W.
         measured: [E, L, H, T] bool, tokens that share the attention.
 
     Returns:

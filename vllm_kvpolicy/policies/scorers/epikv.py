@@ -21,6 +21,7 @@ tokens where heads keep different ones.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -88,13 +89,8 @@ class MixScorer(BaseScorer):
     """Scores a token once, by signals measured while it was computed, for all heads.
 
     Prompt tokens that nobody protects get the highest score of their request, at
-    least 0, unless they are scored, too.
-
-    Args:
-        mix: what counts.
-        stat_window: tokens in the rolling statistics.
-        scores_prompt: score prompt tokens as generated ones, all but the first, which
-            has no step.
+    least 0, unless `scores_prompt`: then all but the first, which has no step, are
+    scored as generated ones.
     """
 
     summary = "change of the hidden state while the token was computed"
@@ -223,7 +219,6 @@ class LagScorer(BaseScorer):
         self.chunk = chunk
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32, the same for all layers and heads."""
         valid = inputs.valid
         spread = lag_spread(inputs.given("keys"), valid, self.chunk)
         spread = spread + lag_spread(inputs.given("values"), valid, self.chunk)
@@ -272,15 +267,11 @@ def best_of_segments(
     first share, those up to two thirds (rounded down) the second, others the third.
 
     Args:
-        score: [R, T] floating point.
-        variance: [R, T] floating point.
+        score, variance: [R, T] floating point.
         older: [R, T] bool, tokens in segments: True up to some point, then False.
         free: [R, T] bool, tokens that need to be chosen in order to stay.
         segment: tokens per segment.
         shares: three numbers of tokens, see above.
-
-    Returns:
-        [R, T] bool.
     """
     num_tokens = score.shape[-1]
     segment = min(segment, num_tokens)
@@ -309,22 +300,17 @@ def lag_spread(states: Tensor, valid: Tensor, chunk: int) -> Tensor:
     Args:
         states: [E, L, H, T, D] floating point, cached keys or values.
         valid: [E, L, H, T] bool, False on padding, whose states may hold anything.
-        chunk: tokens per chunk.
 
     Returns:
         [E, T] float32.
     """
     # A sum over layers in float64, a summand, and four float32 copies of the mean.
     event_bytes = 32 * states[0, 0].numel()
-
-    def of_chunk(states: Tensor, valid: Tensor) -> Tensor:
-        return _spread_of_mean(states, valid, chunk)
-
-    spread = map_pairs(of_chunk, event_bytes, states[:, None], valid[:, None])
-    return spread[:, 0]
+    of_chunk = partial(_spread_of_mean, chunk)
+    return map_pairs(of_chunk, event_bytes, states[:, None], valid[:, None])[:, 0]
 
 
-def _spread_of_mean(states: Tensor, valid: Tensor, chunk: int) -> Tensor:
+def _spread_of_mean(chunk: int, states: Tensor, valid: Tensor) -> Tensor:
     """Return [n, T] of states [n, L, H, T, D]; see `lag_spread`."""
     num_tokens = states.shape[3]
     chunk = min(chunk, num_tokens)

@@ -43,7 +43,6 @@ class LagKVScorer(BaseScorer):
     needs = Needs(keys=True, values=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32 in [0, 1]."""
         sinks = leading_run(inputs.must_keep).sum(-1, keepdim=True)
         token = torch.arange(inputs.must_keep.shape[-1], device=sinks.device)
         age, held = token - sinks, inputs.lengths[..., None] - sinks
@@ -61,8 +60,7 @@ class LagKVScorer(BaseScorer):
         """Score [n, H, T] the tokens in the order of `index`, zero in the last block.
 
         Args:
-            keys: [n, H, T, D].
-            values: [n, H, T, D].
+            keys, values: [n, H, T, D].
             index: [n, H, T] int64, tokens from the first block on.
         """
         num_tokens, lag = index.shape[-1], self.options.lag

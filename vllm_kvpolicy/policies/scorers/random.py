@@ -15,10 +15,7 @@ from vllm_kvpolicy.policies.words import BaseScorer
 
 
 class RandomScorer(BaseScorer):
-    """Draws a score for each token, anew at each event, the same in every run.
-
-    Another seed draws other scores.
-    """
+    """Draws a score for each token, anew at each event, the same in every run."""
 
     summary = "random scores; a control"
     source = "control, this project"
@@ -32,11 +29,10 @@ class RandomScorer(BaseScorer):
     first_head = 0
 
     def take_heads(self, shard: HeadShard) -> None:
-        """Draw what the heads would get on one rank; see `BaseScorer`."""
+        """Draw what the heads would get on one rank."""
         self.first_head = shard.first_kv_head
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32, uniform in [0, 1)."""
         num_layers, num_heads, num_tokens = inputs.must_keep.shape[1:]
         device = inputs.lengths.device
         layer = torch.arange(num_layers, device=device)[:, None, None]

@@ -57,7 +57,6 @@ class RKVScorer(BaseScorer):
         )
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        """Score [E, L, H, T] float32; the newest tokens get the highest."""
         size, keys = self.needs.window_tokens, inputs.given("keys")
         is_older = older_tokens(inputs, size)
         attention = map_windows(_attention, inputs, size, is_older)
@@ -86,7 +85,6 @@ def redundancy(threshold: float, keys: Tensor, valid: Tensor) -> Tensor:
     the cosines of the rows whose last similar key is i.
 
     Args:
-        threshold: cosine above which two keys are similar.
         keys: [n, H, T, D] model dtype.
         valid: [n, H, T] bool, False on padding.
 

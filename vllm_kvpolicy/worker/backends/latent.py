@@ -11,24 +11,12 @@ from vllm.v1.attention.backends.mla.triton_mla import (
     TritonMLAImpl,
     TritonMLAMetadataBuilder,
 )
-from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy.worker.backends.mixins import (
-    KVPolicyBackendMixin,
     KVPolicyMetadataBuilderMixin,
+    LayerMajorBackendMixin,
     WholeRowsMixin,
 )
-
-
-class LatentBackendMixin(KVPolicyBackendMixin):
-    """A backend whose layers lie one after the other, each with its blocks."""
-
-    keys_are_columns = False
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the only layout in which pages of all layers are one list."""
-        return (KVCacheLayout.LBHNC,)
 
 
 class KVPolicyCPUMLAMetadataBuilder(
@@ -37,7 +25,7 @@ class KVPolicyCPUMLAMetadataBuilder(
     """Stock metadata; the kernel for CPUs accepts no gaps between rows of a table."""
 
 
-class KVPolicyCPUMLABackend(LatentBackendMixin, CPUMLABackend):
+class KVPolicyCPUMLABackend(LayerMajorBackendMixin, CPUMLABackend):
     """CPU_MLA with a policy."""
 
     impl, builder = CPUMLAImpl, KVPolicyCPUMLAMetadataBuilder
@@ -49,7 +37,7 @@ class KVPolicyTritonMLAMetadataBuilder(
     """Stock metadata."""
 
 
-class KVPolicyTritonMLABackend(LatentBackendMixin, TritonMLABackend):
+class KVPolicyTritonMLABackend(LayerMajorBackendMixin, TritonMLABackend):
     """TRITON_MLA with a policy."""
 
     impl, builder = TritonMLAImpl, KVPolicyTritonMLAMetadataBuilder

@@ -1,7 +1,6 @@
 """What a policy adds to vLLM's metadata builders and attention implementations."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -10,30 +9,13 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from vllm_kvpolicy.config_values import server_config
-from vllm_kvpolicy.worker.captures.visible_until import VisibleUntil
 from vllm_kvpolicy.worker.runtime import KVPolicyRuntime
 from vllm_kvpolicy.worker.tiers.head_tables import (
     FoldedBatch,
     fold_queries,
     unfold_output,
 )
-from vllm_kvpolicy.worker.tiers.page_selection import SelectedBatch, selecting
-
-
-@dataclass(frozen=True)
-class FoldedMetadata:
-    """What the attention of each layer reads where heads have page tables of their own.
-
-    Args:
-        stock: returns stock metadata over what one layer reads.
-        max_queries: no request has more tokens in this step.
-        exact: attends in place of the stock kernel, None where that does.
-    """
-
-    batch: FoldedBatch | SelectedBatch
-    stock: Callable[[FoldedBatch], Any]
-    max_queries: int
-    exact: VisibleUntil | None
+from vllm_kvpolicy.worker.tiers.page_selection import selecting
 
 
 class KVPolicyMetadataBuilderMixin:
@@ -96,12 +78,8 @@ class KVPolicyMetadataBuilderMixin:
         step = runtime.build(common_attn_metadata)
         built = super().build(common_prefix_len, step.common, fast_build, **kwargs)
         if step.folded is not None:
-            built.kv_policy_folded = FoldedMetadata(
-                step.folded,
-                partial(self.folded_layer, built),
-                common_attn_metadata.max_query_len,
-                step.exact,
-            )
+            built.kv_policy_folded = step
+            built.kv_policy_stock = partial(self.folded_layer, built)
         return built
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Any:
@@ -114,8 +92,7 @@ class KVPolicyMetadataBuilderMixin:
     def folded_layer(self, built: Any, batch: FoldedBatch, **changes: Any) -> Any:
         """Return stock metadata of one layer over a folded batch.
 
-        Args:
-            **changes: fields that the backend has in addition to the common ones.
+        `changes` are fields that the backend has in addition to the common ones.
         """
         return replace(
             built,
@@ -163,22 +140,27 @@ class KVPolicyBackendMixin:
         return cls.builder
 
 
-class HeadMajorBackendMixin(KVPolicyBackendMixin):
+class LayerMajorBackendMixin(KVPolicyBackendMixin):
+    """A backend whose layers lie one after the other, each with its blocks."""
+
+    keys_are_columns = False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the only layout in which pages, of all layers, are one list."""
+        return (KVCacheLayout.LBHNC,)
+
+
+class HeadMajorBackendMixin(LayerMajorBackendMixin):
     """A backend for GPUs: stock kernels over head-major blocks.
 
     It replaces a stock one where `worker.gpu` is imported. An engine without a policy
     in the same process gets stock kernels and metadata, over the cache layout here.
     """
 
-    keys_are_columns = False
     # From vLLM 0.33 on, a model may write to the cache itself and pass no keys, which
     # events need to see; of a backend that says no it does not ask that.
     supports_kv_cache_update_bypass = False
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Return the only layout in which a head's page is contiguous."""
-        return (KVCacheLayout.LBHNC,)
 
 
 class KVPolicyImplMixin:
@@ -199,14 +181,14 @@ class KVPolicyImplMixin:
         """Run stock attention on the physical tables; see the stock implementation."""
         runtime = getattr(layer, "kv_policy_runtime", None)
         attend = super().forward
-        folded = getattr(attn_metadata, "kv_policy_folded", None)
+        step = getattr(attn_metadata, "kv_policy_folded", None)
         if runtime is not None and key is not None:  # none where it reads others'
             runtime.observe(layer.kv_policy_index, query, key, value)
-        if runtime is None or folded is None:
+        if runtime is None or step is None:
             kept = (query, key, value, kv_cache, attn_metadata, output)
             return attend(layer, *kept, *args, **kwargs)
         index, num_heads = layer.kv_policy_index, self.num_kv_heads
-        batch = folded.batch.of_layer(index, query)
+        batch = step.folded.of_layer(index, query)
         num_tokens = batch.num_tokens // num_heads
         queries = fold_queries(query[:num_tokens], num_heads, batch.order)
         # One token per request: rows (request, KV head) are a view of the batch.
@@ -215,11 +197,12 @@ class KVPolicyImplMixin:
             if batch.order is None
             else torch.empty_like(queries)
         )
-        if folded.exact is not None:
-            sizes = self.scale, folded.max_queries
-            folded.exact.attend(index, batch, queries, result, *sizes)
+        if step.exact is not None:
+            sizes = self.scale, step.common.max_query_len
+            step.exact.attend(index, batch, queries, result, *sizes)
         else:
-            pages, metadata = runtime.tier.pool.pages_of(index), folded.stock(batch)
+            pages = runtime.tier.pool.pages.unsqueeze(1)
+            metadata = attn_metadata.kv_policy_stock(batch)
             attend(layer, queries, key, value, pages, metadata, result, *args, **kwargs)
         if batch.order is not None:
             output[:num_tokens] = unfold_output(result, num_heads, batch.order)

@@ -27,7 +27,7 @@ class KVPolicyTritonMetadataBuilder(
     def folded_layer(
         self, built: Any, batch: FoldedBatch, **changes: Any
     ) -> TritonAttentionMetadata:
-        """Return stock metadata of one layer over a folded batch.
+        """Return stock metadata of one layer, with scratch for a folded batch.
 
         Where there are few rows the kernel splits the tokens of each into segments. It
         gets the stock scratch for that, whose axes (token, query head) are viewed as

@@ -19,9 +19,7 @@ class Capture:
 
     A capture is made before the KV cache exists and bound to it once. In each step it
     learns which tokens are computed (`plan`), sees them in every layer (`observe`) and
-    closes the step (`end_step`). At an event of a policy that it serves it is read, and
-    it moves values that it keeps by slot along with the survivors. It drops requests
-    that end.
+    closes the step (`end_step`). At an event of a policy that it serves it is read.
 
     Attributes:
         holds: what takes its memory, for errors.

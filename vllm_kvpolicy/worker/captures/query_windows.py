@@ -75,11 +75,7 @@ class QueryWindows(Capture):
         self.pool = pool
 
     def plan(self, step: Step) -> None:
-        """Note which rows of a window each token of the step goes to.
-
-        Raises:
-            KeyError: a command names a request that is not in the batch.
-        """
+        """Note the rows of each token; KeyError for a request not in the batch."""
         if not step.commands.captures:
             return
         query_start = step.metadata.query_start_loc_cpu.numpy()
@@ -108,7 +104,7 @@ class QueryWindows(Capture):
         """Save the planned tokens' queries [T, Hq, D] or [T, Hq * D] of one layer."""
         if self._is_planned or (self._is_captured and self._is_capturing()):
             assert len(query) <= len(self.targets), "more tokens than planned"
-            rows = self.pool.vectors_of(layer)
+            rows = self.pool.vectors[layer]
             query = query.reshape(len(query), -1).view(rows.dtype)
             unused = self.targets.shape[1] * rows.shape[1] - query.shape[1]
             save_rows(
@@ -122,7 +118,7 @@ class QueryWindows(Capture):
 
     def warm_up(self) -> None:
         """Save a query that no window asks for."""
-        rows = self.pool.vectors_of(0)
+        rows = self.pool.vectors[0]
         query = rows[UNWANTED].repeat(1, self.targets.shape[1])
         save_rows(rows, query, self.targets)
 
@@ -148,12 +144,9 @@ class QueryWindows(Capture):
             self.pool.clear(to_device(blocks, self.targets.device))
 
     def queries(self, rows: torch.Tensor, window_tokens: int) -> torch.Tensor:
-        """Return [E, L, Hq, W, D] queries, newest last.
-
-        Args:
-            rows: [E, W * G] int64, where the parts of each window are; see `numbers`.
-        """
-        saved = self.pool.read_vectors(rows.flatten()).flatten(1).view(self.pool.dtype)
+        """Return [E, L, Hq, W, D] queries, newest last, of rows [E, W * G] int64."""
+        saved = self.pool.vectors.index_select(1, rows.flatten())
+        saved = saved.flatten(1).view(self.pool.dtype)
         shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)
         if self._turn is not None:
             saved = self._turn(saved.view(len(saved), len(rows) * window_tokens, -1))

@@ -11,7 +11,6 @@ so that torch.compile traces it as any other op and a captured graph replays it.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -85,9 +84,6 @@ class TokenSignals(Capture):
     The output of a layer at a request's last token is kept for its next step, so that
     chunks of a prompt do not matter.
 
-    Args:
-        model: which it measures once it is attached.
-
     Raises:
         ValueError: a signal of layers that the model does not have.
     """
@@ -135,11 +131,7 @@ class TokenSignals(Capture):
         self._plan: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Hook the model; before it is compiled or captured.
-
-        Raises:
-            ValueError: its decoder layers cannot be found.
-        """
+        """Hook the model, not yet compiled or captured; ValueError for others."""
         found = decoder_layers(model, self.num_layers) if self._steps else ()
         for layer, step in self._steps.items():
             found[layer].add_module("kv_policy_step", step)
@@ -190,15 +182,12 @@ class TokenSignals(Capture):
     def numbers(
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
-        return {"signal_rows": self.rows_of([event.request_id for event in events])}
+        names = [event.request_id for event in events]
+        return {"signal_rows": self._rows.take_all(names, len(names))}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         longest = max(event.position for event in batch.events)
         return {"signals": self.values(batch.sent["signal_rows"], longest)}
-
-    def rows_of(self, request_ids: Sequence[str]) -> np.ndarray:
-        """Return [E] int64 rows of requests; new ones take free rows."""
-        return self._rows.take_all(request_ids, len(request_ids))
 
     def values(
         self, rows: torch.Tensor, num_positions: int

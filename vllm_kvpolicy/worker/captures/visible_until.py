@@ -29,13 +29,11 @@ class VisibleUntil(Capture):
     a live request or a cached superblock have unspecified values.
 
     Args:
-        decider: decides of each token whether it is kept after the window.
         num_sinks: tokens at positions below this are kept in any case.
         step_tokens: most tokens of a step, padding included.
 
     Attributes:
-        until: one [P, N] int32 per layer, the same tensor where page ids name pages of
-            any layer; made by `bind`.
+        until: [P, N] int32; made by `bind`.
     """
 
     holds = "decisions about tokens"
@@ -64,21 +62,12 @@ class VisibleUntil(Capture):
         self._position = torch.zeros_like(self._own)
         self.nbytes = 3 * self._own.nbytes + decider.nbytes
         self.pool: PagePool
-        self.until: list[torch.Tensor] = []
-        self._base: list[int] = []
+        self.until: torch.Tensor
 
     def bind(self, pool: PagePool) -> None:
-        num_heads = pool.num_blocks * pool.num_heads
-        num_pages = num_heads * (pool.num_layers if pool.spans_layers else 1)
-        shape = num_pages, pool.block_size
-        groups = [
-            torch.full(shape, NEVER, dtype=torch.int32, device=self._own.device)
-            for _ in range(pool.num_groups)
-        ]
-        self.until = groups * pool.num_layers if pool.spans_layers else groups
+        shape, device = (len(pool.pages), pool.block_size), self._own.device
+        self.until = torch.full(shape, NEVER, dtype=torch.int32, device=device)
         self.pool = pool
-        step = num_heads * pool.block_size if pool.spans_layers else 0
-        self._base = [layer * step for layer in range(pool.num_layers)]
 
     def plan(self, step: Step) -> None:
         tokens = StepTokens.of(step.metadata)
@@ -107,13 +96,13 @@ class VisibleUntil(Capture):
         position = self._position[:num_tokens]
         keys = key.view(num_tokens, len(self._heads), -1)
         write_until(
-            self.until[layer].view(-1),
+            self.until.view(-1),
             self.decider.decisions(layer, keys, position),
             self._own,
             self._governed,
             self._position,
             self._heads,
-            self._base[layer],
+            layer * (self.until.numel() // self.pool.num_layers),
             self.decider.window,
             self.decider.shift,
             self.num_sinks,
@@ -129,7 +118,7 @@ class VisibleUntil(Capture):
         """Return until when the held tokens are visible; unspecified on padding."""
         heads = self.pool.num_layers, self.pool.num_heads
         pages = batch.held.pages.unflatten(1, heads)
-        pools = [until[..., None] for until in self.until]
+        pools = [self.until[..., None]] * self.pool.num_layers
         held = PagedTokens(pools, pages, batch.held.max_tokens)
         return {"until": held.dense[..., 0]}
 
@@ -159,7 +148,6 @@ class VisibleUntil(Capture):
         Args:
             queries: [T * H, G, D] model dtype, folded.
             result: like `queries`, written.
-            max_queries: no row has more.
         """
         width = -(-batch.max_length // self._block_size)
         # What is stored in an FP8 cache is to be multiplied; see `Float8`.
@@ -172,7 +160,7 @@ class VisibleUntil(Capture):
             batch.lengths,
             batch.query_start,
             batch.ends,
-            self.until[layer],
+            self.until,
             scale * key_scale,
             result,
             max_queries,
@@ -181,6 +169,5 @@ class VisibleUntil(Capture):
             result *= value_scale
 
     def move(self, moves: Moves) -> None:
-        for group in range(self.pool.num_groups):
-            until = self.until[group].view(-1)
-            until[moves.dest[group]] = until[moves.source[group]]
+        until = self.until.view(-1)
+        until[moves.dest] = until[moves.source]

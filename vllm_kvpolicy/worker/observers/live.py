@@ -27,8 +27,7 @@ class LiveEvents:
     """Summarises events for whoever listens.
 
     Args:
-        place: of this rank's heads among those of all ranks.
-        ranks: whose heads differ.
+        place: of this rank's heads among those of all `ranks` whose heads differ.
         shape: (L, H) of this rank.
         with_text: the share of each token is told as well.
         on_off: hears of it where this has failed and tells no more.

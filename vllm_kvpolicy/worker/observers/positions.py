@@ -24,7 +24,6 @@ class Followed:
         num_held: [n] int64, how many of a head's are no padding.
         survivors: [n, C] int32, those in the global pool afterwards.
         num_survivors: [n] int64.
-        token: [n, C] int64, places of the survivors in `held`.
         first_known: tokens at this position and later were followed.
     """
 
@@ -32,7 +31,6 @@ class Followed:
     num_held: np.ndarray
     survivors: np.ndarray
     num_survivors: np.ndarray
-    token: np.ndarray
     first_known: int
 
 
@@ -66,7 +64,7 @@ class TruePositions:
             survivors = np.take_along_axis(held, token, 1)
             survivors = np.where(is_there, survivors, UNKNOWN).astype(np.int32)
             self._known[own] = survivors, first_known
-            yield Followed(held, num_held, survivors, counts, token, first_known)
+            yield Followed(held, num_held, survivors, counts, first_known)
 
     def _held(
         self, event: CompactEvent, own: int, num_held: np.ndarray

@@ -67,10 +67,9 @@ class Tracer:
     """Stores the true positions of survivors; see `EventRecord`.
 
     Args:
-        directory: of the trace; records go into a new folder in it.
+        directory: of the trace; records go into a new folder in it, see `new_run`.
         on_off: hears of it where no more can be written.
         max_bytes: once the records hold this much, no more are written.
-        name: of that folder, see `new_run`.
     """
 
     def __init__(

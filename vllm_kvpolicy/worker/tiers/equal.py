@@ -21,11 +21,7 @@ from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
 class PhysicalTables:
-    """Block tables and lengths of a batch by what its rows hold, not by position.
-
-    Args:
-        num_rows: most rows of a batch, padding included.
-    """
+    """Block tables and lengths of a batch by what its rows hold, not by position."""
 
     def __init__(self, requests: RequestTable, num_rows: int, num_columns: int) -> None:
         self.requests = requests
@@ -55,7 +51,6 @@ class PhysicalTables:
             rows: [R] int64, rows of the request table.
             block_table: [R, P] int32, vLLM's rows, indexed by logical position // N.
             seq_lens: [R] int32, tokens computed after the step.
-            width: columns to fill, at most `num_columns`.
 
         Returns:
             [R, width] int32 superblocks and [R] int32 tokens held, views.
@@ -72,7 +67,6 @@ class EqualTier(Tier):
     """All heads hold the same number of tokens, each in its own stock pages.
 
     Args:
-        tables: what attention reads in place of vLLM's block table and lengths.
         is_captured: the attention of a step may be the replay of a graph.
     """
 
@@ -93,10 +87,8 @@ class EqualTier(Tier):
     def starts(self, index: torch.Tensor) -> torch.Tensor:
         return self.requests.num_global[index, None] * self._head
 
-    def numbers(
-        self, events: Sequence[CompactEvent], rows: Sequence[int]
-    ) -> dict[str, Integers]:
-        return super().numbers(events, rows) | {
+    def numbers(self, events: Sequence[CompactEvent]) -> dict[str, Integers]:
+        return super().numbers(events) | {
             "blocks": padded([e.source_blocks + e.local_blocks for e in events]),
             "num_pages": [len(event.source_blocks) for event in events],
         }
@@ -106,10 +98,7 @@ class EqualTier(Tier):
         return len(event.source_blocks) * block_size + event.local_tokens(block_size)
 
     def held(
-        self,
-        events: Sequence[CompactEvent],
-        rows: Sequence[int],
-        sent: Mapping[str, torch.Tensor],
+        self, events: Sequence[CompactEvent], sent: Mapping[str, torch.Tensor]
     ) -> HeldPages:
         pages = self.pool.own_pages(sent["blocks"]).flatten(1, 2)
         return HeldPages(

@@ -115,9 +115,7 @@ class HeadTables:
     def most(self, rows: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
         """Return [R] upper bounds on the pages of each request's lists; does not wait.
 
-        Args:
-            rows: [R] rows of the table.
-            otherwise: [R] bounds for requests whose last update is still running.
+        `otherwise` [R] are bounds for requests whose last update is still running.
         """
         here = [row for row, (values, _) in self._arriving.items() if values.is_here()]
         self.counts(here)
@@ -174,21 +172,17 @@ class FoldedBatch:
         return len(self.query_start) - 1 if self.order is None else len(self.order)
 
     def of_layer(self, layer: int, query: torch.Tensor) -> "FoldedBatch":
-        """Return what one layer reads: all that is held.
-
-        Args:
-            query: [T, Hq, D] model dtype, post-RoPE.
-        """
+        """Return what one layer reads: all that is held, whatever its queries."""
         return replace(self, tables=self.tables[layer], lengths=self.lengths[layer])
 
 
 class FoldedTables:
-    """Tensors that hold the tables of a batch.
+    """The tables of a batch; rows that have changed since the step before are filled.
 
     Args:
         num_layers, num_heads: L and H.
-        num_rows, num_pages: B rows of C pages at most.
-        is_final: they must not be replaced, since graphs read them.
+        num_rows, num_pages: B rows of C pages, at most where they are final.
+        is_final: the tensors must not be replaced by larger ones: graphs read them.
 
     Raises:
         ValueError: the device has no room for them.
@@ -211,21 +205,27 @@ class FoldedTables:
         is_final: bool = False,
     ) -> None:
         self.is_final = is_final
+        self._head = torch.arange(num_heads, dtype=torch.int32).to(device)
+        self._allocate(num_layers, num_rows, num_heads, num_pages)
+        if is_final:
+            size = self.pages.nbytes / 2**20
+            logger.info("KV policy: %.0f MiB for per-head page tables", size)
+
+    def _allocate(self, *shape: int) -> None:
+        """Make the tensors, of L, B, H and C."""
+        _, num_rows, num_heads, num_pages = shape
         self.filled: list[tuple[str, int] | None] = [None] * num_rows
-        shape = num_layers, num_rows, num_heads, num_pages
-        size = 4 * math.prod(shape) / 2**20
         try:
-            self.pages = torch.zeros(shape, dtype=torch.int32, device=device)
+            self.pages = torch.zeros(shape, dtype=torch.int32, device=self._head.device)
             self.offsets, self.lengths = self.pages.new_zeros(2, *shape[:3])
             self.starts = self.pages.new_zeros(num_rows * num_heads + 1)
         except torch.OutOfMemoryError:
+            size = 4 * math.prod(shape) / 2**20
             raise ValueError(
                 f"kv_policy: per-head page tables of {num_rows} requests with "
                 f"{num_pages} pages each take {size:.0f} MiB, more than the device "
                 "has free; lower --max-num-seqs or --max-model-len"
             ) from None
-        if is_final:
-            logger.info("KV policy: %.0f MiB for per-head page tables", size)
 
     @property
     def nbytes(self) -> int:
@@ -233,15 +233,15 @@ class FoldedTables:
         tensors = self.pages, self.offsets, self.lengths, self.starts
         return sum(tensor.nbytes for tensor in tensors)
 
-    def with_room(self, num_rows: int, num_pages: int) -> "FoldedTables":
-        """Return these tables, or larger ones if the batch does not fit into them.
+    def make_room(self, num_rows: int, num_pages: int) -> None:
+        """Make larger tensors if a batch does not fit.
 
         Raises:
             RuntimeError: graphs read these, and the batch does not fit.
         """
         layers, rows, heads, columns = self.pages.shape
         if num_rows <= rows and num_pages <= columns:
-            return self
+            return
         if self.is_final:
             raise RuntimeError(
                 f"{num_rows} requests of {num_pages} pages: expected at most {rows} "
@@ -251,62 +251,42 @@ class FoldedTables:
             rows = max(num_rows + SPARE, 2 * rows)
         if num_pages > columns:
             columns = max(num_pages + SPARE, 2 * columns)
-        return FoldedTables(layers, heads, rows, columns, self.pages.device)
-
-
-class Folder:
-    """Fills the rows of a step's tables that have changed since the step before.
-
-    Args:
-        tables: what to fill; replaced by larger ones when a batch does not fit.
-    """
-
-    def __init__(
-        self, requests: RequestTable, lists: HeadTables, tables: FoldedTables
-    ) -> None:
-        self.requests, self.lists, self.tables = requests, lists, tables
-        head = torch.arange(tables.pages.shape[2], dtype=torch.int32)
-        self._head = head.to(requests.device)
+        self._allocate(layers, rows, heads, columns)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Fill the rows of these requests again: their page lists have changed."""
-        gone, tables = set(request_ids), self.tables
-        if not gone:
-            return
-        tables.filled = [
-            None if key is None or key[0] in gone else key for key in tables.filled
-        ]
+        gone = set(request_ids)
+        if gone:
+            self.filled = [
+                None if key is None or key[0] in gone else key for key in self.filled
+            ]
 
-    def fold(self, common: Any, request_ids: Sequence[str]) -> FoldedBatch:
-        """Return the tables of a step.
-
-        Args:
-            request_ids: requests of the batch in row order; rows beyond are padding.
-        """
-        num_rows, requests = common.num_reqs, self.requests
+    def fold(
+        self, lists: HeadTables, common: Any, request_ids: Sequence[str]
+    ) -> FoldedBatch:
+        """Return the tables of a step; rows beyond the requests are padding."""
+        num_rows, block_size = common.num_reqs, lists.requests.block_size
         starts, order = common.query_start_loc[: num_rows + 1], None
         if common.max_query_len > 1:
             num_tokens = int(common.query_start_loc_cpu[num_rows])
             order = fold_order(starts, num_tokens, self._head)
-        width = self._fill(common, request_ids)
-        tables, num_heads = self.tables, len(self._head)
-        held, offsets = common.seq_lens[:num_rows, None], tables.offsets[:, :num_rows]
-        lengths = tables.lengths[:, :num_rows]
-        torch.add(held, offsets, alpha=requests.block_size, out=lengths)
-        query_start = tables.starts[: num_rows * num_heads + 1]
-        longest = width * requests.block_size if request_ids else common.max_seq_len
+        width = self._fill(lists, common, request_ids)
+        held, offsets = common.seq_lens[:num_rows, None], self.offsets[:, :num_rows]
+        lengths = self.lengths[:, :num_rows]
+        torch.add(held, offsets, alpha=block_size, out=lengths)
+        query_start = self.starts[: num_rows * len(self._head) + 1]
         fold_starts(query_start, starts, self._head)
         return FoldedBatch(
-            tables=tables.pages[:, :num_rows].flatten(1, 2),
+            tables=self.pages[:, :num_rows].flatten(1, 2),
             lengths=lengths.flatten(1),
             query_start=query_start,
-            max_length=longest,
+            max_length=width * block_size if request_ids else common.max_seq_len,
             order=order,
         )
 
-    def warm_up(self, num_columns: int) -> None:
+    def warm_up(self, lists: HeadTables, num_columns: int) -> None:
         """Fold a dummy batch, so that the kernels are compiled."""
-        one = torch.ones(2, dtype=torch.int32, device=self.requests.device)
+        one = torch.ones(2, dtype=torch.int32, device=self._head.device)
         dummy = SimpleNamespace(
             num_reqs=1,
             max_query_len=1,
@@ -316,33 +296,33 @@ class Folder:
             query_start_loc=one.cumsum(0, dtype=torch.int32) - 1,
             block_table_tensor=one.new_zeros(1, num_columns),
         )
-        self.fold(dummy, ())
-        self.tables.filled[0] = None
+        self.fold(lists, dummy, ())
+        self.filled[0] = None
 
-    def _fill(self, common: Any, request_ids: Sequence[str]) -> int:
+    def _fill(self, lists: HeadTables, common: Any, request_ids: Sequence[str]) -> int:
         """Bring the rows of a batch up to date; return the columns in use."""
-        requests, num_rows = self.requests, common.num_reqs
+        requests, num_rows = lists.requests, common.num_reqs
         held = common.seq_lens_cpu_upper_bound.numpy()
         num_blocks = -(-held // requests.block_size)
         rows = requests.rows(request_ids, num_rows)
         skip = requests.skip_cpu[rows]
-        num_pages = num_blocks - skip + self.lists.most(rows, skip)
+        num_pages = num_blocks - skip + lists.most(rows, skip)
         width = int(num_pages.max())
-        self.tables = tables = self.tables.with_room(num_rows, width)
+        self.make_room(num_rows, width)
         names = [*request_ids, *[""] * (num_rows - len(request_ids))]
         keys = list(zip(names, map(int, num_blocks), strict=True))
-        changed = [n for n, key in enumerate(keys) if key != tables.filled[n]]
+        changed = [n for n, key in enumerate(keys) if key != self.filled[n]]
         if changed:
-            self.lists.expand(
-                tables.pages[..., :width],
-                tables.offsets,
+            lists.expand(
+                self.pages[..., :width],
+                self.offsets,
                 to_device(changed, requests.device),
                 to_device(rows[changed], requests.device),
                 common.block_table_tensor,
                 requests.skip,
                 requests.pinned,
             )
-            tables.filled[:num_rows] = keys
+            self.filled[:num_rows] = keys
         return width
 
 
@@ -377,9 +357,7 @@ def fold_order(
     its row, so its heads have places 0 and 1. Row 1 has places 2 to 5: head 0 of tokens
     1 and 2 at 2 and 3, head 1 at 4 and 5. The result is [0, 1, 2, 4, 3, 5].
 
-    Args:
-        starts: [R + 1] int32, first token of each row.
-        head: [H] int32, 0 to H - 1.
+    Takes what `fold_starts` does.
     """
     token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
     row = torch.searchsorted(starts, token, right=True) - 1

@@ -32,9 +32,9 @@ class SelectedBatch:
 
     Args:
         folded: what is held, by row of `folded.tables`; all else is of the S rows.
-        bounds: [2, P, D] of each layer; see `kernels.page_bounds`. Of an FP8 cache,
-            of keys as they are stored: a layer's scale is above zero and the same for
-            all its pages, so it changes no choice.
+        bounds: [2, P, D], see `kernels.page_bounds`. Of an FP8 cache, of keys as they
+            are stored: a layer's scale is above zero and the same for all its pages, so
+            it changes no choice.
         rows: [S * H] int64, rows of `folded.tables`; None where none is cut.
         tokens: the query of each row that selects, any token of others: the first S, or
             [S] int64.
@@ -45,7 +45,7 @@ class SelectedBatch:
 
     folded: FoldedBatch
     quest: Quest
-    bounds: Sequence[torch.Tensor]
+    bounds: torch.Tensor
     block_size: int
     rows: torch.Tensor | None
     tokens: torch.Tensor | slice
@@ -54,18 +54,14 @@ class SelectedBatch:
     scored: torch.Tensor
 
     def of_layer(self, layer: int, query: torch.Tensor) -> FoldedBatch:
-        """Return what one layer reads.
-
-        Args:
-            query: [T, Hq, D] model dtype, post-RoPE.
-        """
+        """Return what one layer reads, by its queries [T, Hq, D] model dtype."""
         width = -(-self.folded.max_length // self.block_size)
         tables = self.folded.tables[layer, :, :width]
         if self.rows is not None:
             tables = tables[self.rows]
-        scored, bounds = self.scored[layer], self.bounds[layer]
+        scored = self.scored[layer]
         queries = query[self.tokens].reshape(len(scored), -1, query.shape[-1])
-        scores = self.quest.scores(queries, tables, scored, bounds)
+        scores = self.quest.scores(queries, tables, scored, self.bounds)
         counts = self.num_global[layer], self.num_read[layer]
         best, lengths = best_pages(tables, scores, *counts), self.folded.lengths[layer]
         return replace(self.folded, tables=best, lengths=lengths)
@@ -94,13 +90,8 @@ class PageSelection:
         size = requests.null_row + 1
         self._selects = np.zeros(size, dtype=bool)
         self._prompt_tokens = np.zeros(size, dtype=np.int64)
-        made = [
-            torch.zeros(
-                (2, len(keys), pool.head_dim), dtype=pool.dtype, device=keys.device
-            )
-            for keys in pool.keys[: pool.num_groups]
-        ]
-        self.bounds = made * pool.num_layers if pool.spans_layers else made
+        shape, device = (2, len(pool.pages), pool.head_dim), pool.pages.device
+        self.bounds = torch.zeros(shape, dtype=pool.dtype, device=device)
 
     @classmethod
     def of_server(
@@ -128,14 +119,14 @@ class PageSelection:
         """Compute the bounds of all pages of some requests, after their event.
 
         Args:
-            events: the events, of one policy.
+            events: of one policy.
             pages: [E, C] int64, the requests' page lists; any valid id on padding.
         """
         selects = events[0].policy in self.policies
         self._selects[list(rows)] = selects
         self._prompt_tokens[list(rows)] = [event.prompt_tokens for event in events]
         if selects:
-            self._bound(pages.unflatten(1, (self.pool.num_groups, -1)).transpose(0, 1))
+            page_bounds(self.bounds, self.pool.keys[0], pages.flatten())
 
     def add_pinned(self, events: Sequence[CompactEvent]) -> None:
         """Compute the bounds of pinned pages, once for each request."""
@@ -144,20 +135,15 @@ class PageSelection:
         if events[0].policy not in self.policies or not blocks:
             return
         index = to_device(sorted(blocks), self.requests.device)
-        pages = self.pool.own_pages(index[None])[0]
-        self._bound(pages.flatten(0, 1).unflatten(0, (self.pool.num_groups, -1)))
-
-    def _bound(self, by_group: torch.Tensor) -> None:
-        """Compute the bounds of pages [groups, ...]."""
-        for group, pages in enumerate(by_group):
-            page_bounds(self.bounds[group], self.pool.keys[group], pages.flatten())
+        pages = self.pool.own_pages(index[None])
+        page_bounds(self.bounds, self.pool.keys[0], pages.flatten())
 
     def warm_up(self) -> None:
         """Score and choose the null page, so that the kernels are compiled."""
         dim = self.pool.head_dim
-        queries = self.bounds[0].new_zeros(1, self.group, dim)
+        queries = self.bounds.new_zeros(1, self.group, dim)
         page = torch.zeros(1, 1, dtype=torch.int32, device=self.requests.device)
-        scores = self.quest.scores(queries, page, page[0], self.bounds[0])
+        scores = self.quest.scores(queries, page, page[0], self.bounds)
         best_pages(page, scores, page[0].long(), page[0].long())
 
     def narrow(

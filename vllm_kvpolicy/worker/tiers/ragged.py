@@ -19,7 +19,7 @@ from vllm_kvpolicy.worker.hints import always_kept
 from vllm_kvpolicy.worker.pages import PagePool
 from vllm_kvpolicy.worker.request_table import RequestTable
 from vllm_kvpolicy.worker.step import Step
-from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, Folder, HeadTables
+from vllm_kvpolicy.worker.tiers.head_tables import FoldedTables, HeadTables
 from vllm_kvpolicy.worker.tiers.page_selection import PageSelection
 from vllm_kvpolicy.worker.tiers.tier import EventAnswer, StepMetadata, Tier, padded
 from vllm_kvpolicy.worker.transfer import Integers
@@ -27,9 +27,6 @@ from vllm_kvpolicy.worker.transfer import Integers
 
 class RaggedTier(Tier):
     """Every head holds its own number of pages, on pages of any head and layer.
-
-    Where pages cannot leave their layer (`PagePool.spans_layers`), each layer shares
-    out its own part of the superblocks.
 
     Args:
         selection: selects the pages that queries read; None if they read all.
@@ -47,8 +44,7 @@ class RaggedTier(Tier):
         exact: VisibleUntil | None = None,
     ) -> None:
         super().__init__(requests, pool)
-        self.lists, self.folder = lists, Folder(requests, lists, tables)
-        self.num_groups = pool.num_groups
+        self.lists, self.tables = lists, tables
         self._nothing = torch.zeros_like(requests.skip)
         self.is_captured, self.selection, self.exact = is_captured, selection, exact
 
@@ -58,12 +54,9 @@ class RaggedTier(Tier):
     def starts(self, index: torch.Tensor) -> torch.Tensor:
         return self.lists.first[index].long()
 
-    def numbers(
-        self, events: Sequence[CompactEvent], rows: Sequence[int]
-    ) -> dict[str, Integers]:
-        block_size, per_group = self.pool.block_size, self.num_heads // self.num_groups
-        total = [[len(event.dest_blocks) * per_group] for event in events]
-        return super().numbers(events, rows) | {
+    def numbers(self, events: Sequence[CompactEvent]) -> dict[str, Integers]:
+        block_size = self.pool.block_size
+        return super().numbers(events) | {
             "which": range(len(events)),
             "recent": padded([e.leaving_blocks + e.local_blocks for e in events]),
             "leaving": [len(event.leaving_blocks) for event in events],
@@ -71,7 +64,7 @@ class RaggedTier(Tier):
                 min(-(-always_kept(e, block_size) // block_size), len(e.source_blocks))
                 for e in events
             ],
-            "total": total * np.ones((1, self.num_groups), np.int64),
+            "total": [len(event.dest_blocks) * self.num_heads for event in events],
         }
 
     def longest(self, event: CompactEvent) -> int:
@@ -83,15 +76,11 @@ class RaggedTier(Tier):
         return pages * block_size + event.local_tokens(block_size)
 
     def held(
-        self,
-        events: Sequence[CompactEvent],
-        rows: Sequence[int],
-        sent: Mapping[str, torch.Tensor],
+        self, events: Sequence[CompactEvent], sent: Mapping[str, torch.Tensor]
     ) -> HeldPages:
-        recent, most = sent["recent"], self.lists.counts(rows)[0]
-        blocks = [len(event.leaving_blocks + event.local_blocks) for event in events]
-        width = int((most + blocks).max())
+        recent, longest = sent["recent"], max(map(self.longest, events))
         count = recent.new_empty((1, len(events), self.num_heads))
+        width = -(-longest // self.pool.block_size)
         pages = recent.new_empty((*count.shape, width))
         alone = recent, self._nothing, self._nothing
         self.lists.expand(pages, count, sent["which"], sent["rows"], *alone)
@@ -99,31 +88,25 @@ class RaggedTier(Tier):
             pages=pages[0],
             num_pages=count[0] + sent["leaving"][:, None],
             num_local=sent["num_local"],
-            max_tokens=max(map(self.longest, events)),
+            max_tokens=longest,
         )
 
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
         """Round the policy's choice to whole pages that fill the destinations.
 
-        A dynamic policy may leave some empty, except where pages cannot leave their
-        layer.
+        A dynamic policy may leave some empty.
         """
-        held, sent = batch.held, batch.sent
-        block_size, per_group = self.pool.block_size, self.num_heads // self.num_groups
-        counts = count_in_pages(keep, held.num_pages, block_size)
-        floors = torch.minimum(held.num_pages, sent["floor"][:, None])
-        shape = (floors.numel() // per_group, per_group)
-        quota = page_quota(
-            counts.reshape(shape),
-            floors.view(shape),
-            held.num_pages.reshape(shape),
-            sent["total"].flatten(),
+        held, sent, block_size = batch.held, batch.sent, self.pool.block_size
+        return page_quota(
+            count_in_pages(keep, held.num_pages, block_size),
+            torch.minimum(held.num_pages, sent["floor"][:, None]),
+            held.num_pages,
+            sent["total"],
             block_size,
             most=held.max_tokens,
             # One page at least, so that an event always has a destination.
-            fills=self.num_groups > 1 or not batch.policy.dynamic,
+            fills=not batch.policy.dynamic,
         )
-        return quota.view(counts.shape)
 
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
         return assign_pages(
@@ -133,7 +116,7 @@ class RaggedTier(Tier):
             quota,
             self.pool.num_blocks,
             self.pool.num_heads,
-            self.num_groups,
+            groups=1,
         )
 
     def commit(self, batch: Batch, lists: PageLists) -> EventAnswer:
@@ -152,7 +135,8 @@ class RaggedTier(Tier):
         is_replayed = self.is_captured and step.metadata.max_query_len == 1
         if not ((step.is_real and has_own_pages) or is_replayed):
             return StepMetadata(step.metadata)
-        held, exact = self.folder.fold(step.metadata, step.request_ids), None
+        held = self.tables.fold(self.lists, step.metadata, step.request_ids)
+        exact = None
         if self.exact is not None and step.is_real:
             exact = self.exact
             held = replace(held, ends=exact.ends(step))
@@ -162,9 +146,9 @@ class RaggedTier(Tier):
         return StepMetadata(step.metadata, selected, exact)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        self.folder.forget(request_ids)
+        self.tables.forget(request_ids)
 
     def warm_up(self, num_columns: int) -> None:
-        self.folder.warm_up(num_columns)
+        self.tables.warm_up(self.lists, num_columns)
         if self.selection is not None:
             self.selection.warm_up()

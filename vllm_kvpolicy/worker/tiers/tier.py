@@ -67,12 +67,7 @@ class EventAnswer:
 
 
 class Tier(ABC):
-    """Lays out the survivors of a server's requests.
-
-    Args:
-        requests: superblocks and frontiers by request.
-        pool: the pages of the KV cache.
-    """
+    """Lays out the survivors of a server's requests."""
 
     def __init__(self, requests: RequestTable, pool: PagePool) -> None:
         self.requests, self.pool = requests, pool
@@ -80,12 +75,7 @@ class Tier(ABC):
 
     @abstractmethod
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
-        """Forget what rows of the table held; new requests take them over.
-
-        Args:
-            rows: the rows, on the host.
-            index: [E] int64, the same on the device.
-        """
+        """Forget what rows held; `index` [E] int64 are the same, on the device."""
 
     @abstractmethod
     def starts(self, index: torch.Tensor) -> torch.Tensor:
@@ -94,59 +84,35 @@ class Tier(ABC):
         Example: heads that hold 2, 0 and 3 global pages have [0, 2, 2, 5].
         """
 
-    def numbers(
-        self, events: Sequence[CompactEvent], rows: Sequence[int]
-    ) -> dict[str, Integers]:
-        """Return integers of the host that an event of this tier needs on the device.
-
-        Returns:
-            By name, those of `RequestTable.numbers` among them.
-        """
+    def numbers(self, events: Sequence[CompactEvent]) -> dict[str, Integers]:
+        """Return integers of the host that events need on the device, by name."""
         block_size = self.pool.block_size
+        rows = [self.requests.row_of[event.request_id] for event in events]
         local = [event.local_tokens(block_size) for event in events]
         return self.requests.numbers(rows, events) | {"num_local": local}
 
     @abstractmethod
     def longest(self, event: CompactEvent) -> int:
-        """Return the tokens of the longest head of a request before its event.
-
-        Of any rank, where several serve the model.
-        """
+        """Return what a request's longest head holds, on any rank, before its event."""
 
     @abstractmethod
     def held(
-        self,
-        events: Sequence[CompactEvent],
-        rows: Sequence[int],
-        sent: Mapping[str, torch.Tensor],
+        self, events: Sequence[CompactEvent], sent: Mapping[str, torch.Tensor]
     ) -> HeldPages:
-        """Return what the requests hold before their events.
-
-        Args:
-            sent: what `numbers` returned, on the device.
-        """
+        """Return what the requests hold; `sent` are `numbers` on the device."""
 
     @abstractmethod
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
-        """Round a choice to whole pages.
-
-        Args:
-            keep: [E, n, T] bool, tokens that the policy chose.
-
-        Returns:
-            [E, n] int64 global pages of each head after the event.
-        """
+        """Round a choice [E, n, T] to whole global pages of each head, [E, n] int64."""
 
     @abstractmethod
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
         """Return which pages of the destinations each head gets, pages [E, C]."""
 
     def commit(self, batch: Batch, lists: PageLists) -> EventAnswer | None:
-        """Remember the pages of a batch, once its survivors are there.
+        """Remember the pages of a batch, whose survivors are there; say how many.
 
-        Returns:
-            How many they are. None where heads always fill their superblocks, from
-            which their pages follow.
+        None where heads always fill their superblocks.
         """
         return None
 
@@ -164,11 +130,7 @@ class Tier(ABC):
 
     @abstractmethod
     def warm_up(self, num_columns: int) -> None:
-        """Run the kernels of a step on a dummy batch, so that they are compiled.
-
-        Args:
-            num_columns: of vLLM's block table.
-        """
+        """Run the kernels of a step on a dummy batch, so that they are compiled."""
 
 
 def padded(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

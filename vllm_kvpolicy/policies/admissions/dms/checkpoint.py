@@ -27,7 +27,6 @@ class LlamaForCausalLMDMS(LlamaForCausalLM):
     """Llama that skips the adapters' tensors, which `--kv-policy dms` reads."""
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load all but the adapters; returns the names of what was loaded."""
         return super().load_weights(without_adapters(weights))
 
 
@@ -35,5 +34,4 @@ class Qwen3ForCausalLMDMS(Qwen3ForCausalLM):
     """Qwen3 that skips the adapters' tensors, which `--kv-policy dms` reads."""
 
     def load_weights(self, weights: Weights) -> set[str]:
-        """Load all but the adapters; returns the names of what was loaded."""
         return super().load_weights(without_adapters(weights))

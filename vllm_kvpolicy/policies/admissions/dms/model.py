@@ -46,8 +46,7 @@ class DmsAdapter(LayerFile):
     Args:
         model: name of the model, as it was given; "" where a file does not say.
         flavour: type of the model, one of `FLAVOURS`.
-        num_layers: L.
-        num_kv_heads: H.
+        num_layers, num_kv_heads: L and H.
         hidden_size: d, channels of the residual stream.
         window: W; query i sees key j where i - j <= W, W + 1 keys with itself.
         alpha_scale: factor on the projection's output.
@@ -98,10 +97,7 @@ def load(path: str | Path) -> DmsAdapter:
 
     Ours are safetensors with the other fields of `DmsAdapter` as text in the header. A
     checkpoint is a folder with the whole model, of which the adapter's tensors alone
-    are read, as float32. Neither can run code.
-
-    Raises:
-        ValueError: naming the file, the key, and what was found and expected there.
+    are read, as float32. Neither can run code. Others raise a ValueError.
     """
     if Path(path).is_dir():
         adapter, per_layer = _load_folder(Path(path))
@@ -115,7 +111,6 @@ def load(path: str | Path) -> DmsAdapter:
 
 
 def _check_fields(adapter: DmsAdapter) -> None:
-    """Check the fields that are not tensors."""
     require, scale = adapter.require, adapter.alpha_scale
     require("flavour", adapter.flavour in FLAVOURS, " or ".join(FLAVOURS))
     adapter.check_sizes("num_layers", "num_kv_heads", "hidden_size", "window")
@@ -270,12 +265,7 @@ def _metadata_file(model: str, revision: str | None) -> Path | None:
 def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
     """Return the rule of a model's `dms_metadata.json`, None if there is none.
 
-    Args:
-        model: a folder, or a name on the hub, of which the file has been downloaded.
-        revision: of a name on the hub.
-
-    Raises:
-        ValueError: the file cannot be read.
+    A model is a folder, or a name on the hub of which the file has been downloaded.
     """
     path = _metadata_file(model, revision)
     if path is None:
@@ -297,21 +287,13 @@ def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
 
 
 def rule_of_model(model_config: Any) -> DmsRule | None:
-    """Return the rule that a model itself names, None where it has none.
-
-    Raises ValueError for a broken `dms_metadata.json`.
-    """
+    """Return the rule that a model names, or None; ValueError where it is broken."""
     found = rule_of_config(model_config.hf_text_config)
     return found or rule_of_metadata(model_config.model, model_config.revision)
 
 
 def rule_for(model_config: Any, adapter: DmsAdapter | None, options: Any) -> DmsRule:
-    """Return how decisions are read from a model, and what follows from them.
-
-    Args:
-        model_config: vLLM's ModelConfig.
-        adapter: decides in place of the model.
-        options: of the word, which have the last word.
+    """Return how decisions are read, of a model or an adapter; options go first.
 
     Raises:
         ValueError: the model has no decisions, and there is no adapter; or it borrows
@@ -343,10 +325,7 @@ def rule_for(model_config: Any, adapter: DmsAdapter | None, options: Any) -> Dms
 
 
 def refuse_plain(model_config: Any) -> None:
-    """Refuse, without DMS, a model that borrows a channel of its queries.
-
-    Raises ValueError, saying what to add.
-    """
+    """Raise ValueError for a model that borrows a channel and is served without DMS."""
     rule = rule_of_model(model_config)
     if rule is None or not rule.is_borrowed:
         return

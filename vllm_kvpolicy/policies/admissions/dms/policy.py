@@ -91,13 +91,11 @@ class DelayedEviction(BaseAdmission):
 
     @classmethod
     def build(cls, options: Any) -> Self:
-        """Build the admission, with an adapter where the options name one."""
         path = options.dms_adapter
         return cls(None if path is None else load(path), options)
 
     @classmethod
     def check_start(cls, options: Any, kept: Any, vllm_config: Any) -> None:
-        """Check the model, and its adapter where there is one; see `Word`."""
         model_config = vllm_config.model_config
         supported(model_config.hf_text_config.model_type)
         adapter = _adapter(options.dms_adapter, vllm_config)
@@ -138,13 +136,11 @@ class DelayedEviction(BaseAdmission):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of logits and of the adapter."""
         weights = self.weights
         adapter = (weights.norm, weights.projection) if weights is not None else ()
         return sum(tensor.nbytes for tensor in (*self._logits, *adapter))
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook a model's layers; see `BaseAdmission`."""
         config, first = model.vllm_config.model_config, model.layers[0]
         self._follow(rule_for(config, self.adapter, self.options))
         shape, device = (model.step_tokens, first.num_kv_heads), model.device
@@ -170,7 +166,6 @@ class DelayedEviction(BaseAdmission):
             attach_adapter(layer, self._logits[index], own, epsilon)
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
-        """Return [T, H] decisions on the tokens before; see `BaseAdmission`."""
         logits = self._logits[layer][: len(positions)]
         if self.rule.per_layer:
             logits = logits[:, :1].expand_as(logits)
@@ -189,14 +184,10 @@ def attach_borrowed(
     Args:
         attention: vLLM's attention module of a decoder layer: projections and, as
             `attn`, the attention layer.
-        rule: which channel.
         logits: [step_tokens, H] float32, what is taken; scale and offset are not
             applied.
         num_heads: Hq, query heads.
         dtype: of the model.
-
-    Raises:
-        ValueError: not a module that is known.
     """
     if not hasattr(attention, "qkv_proj") or not hasattr(attention, "attn"):
         raise ValueError(
@@ -249,7 +240,6 @@ def attach_adapter(
         layer: vLLM's decoder layer, called with positions, hidden states and residual.
         logits: [step_tokens, H] float32, written; scale and offset are not applied.
         weights: of this layer, in the model's dtype.
-        epsilon: of the model's norms.
     """
     taken = HeadLogits(logits=logits, norm=weights.norm, projection=weights.projection)
     taken.epsilon = epsilon
