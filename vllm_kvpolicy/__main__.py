@@ -65,7 +65,8 @@ def run(
 ) -> int:
     """Run the subcommand that the first word names, and return its exit status.
 
-    Its module is in `package`, which lies beside this one.
+    Args:
+        package: has the modules of the subcommands; lies beside this one.
     """
     parser = argparse.ArgumentParser(
         prog=program,

@@ -249,7 +249,11 @@ def align_states(vllm_config: Any) -> None:
 
 
 def caches_latents(model: Mapping[str, Any]) -> bool:
-    """Return whether vLLM will cache latent vectors (MLA) of a model's config.json."""
+    """Return whether vLLM will cache latent vectors (MLA) of a model.
+
+    Args:
+        model: its config.json.
+    """
     text = model.get("text_config") or model.get("language_config") or model
     is_off = environment_flag("VLLM_MLA_DISABLE")
     is_expanded = is_off or text.get("model_type") in EXPANDED
@@ -268,7 +272,10 @@ def serve_latents(vllm_config: Any, engine_args: Any) -> None:
     vLLM takes another one where there is AMX, and with this one it cuts no prompts,
     though that attends to what is cached before a chunk. Events need chunks. Rotations
     are PyTorch's, unless the user asks for vLLM's kernel: it turns such queries by
-    wrong positions. `vllm_config` is what vLLM has made of `engine_args`.
+    wrong positions.
+
+    Args:
+        engine_args: EngineArgs, of which vLLM has made `vllm_config`; that is changed.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -296,7 +303,11 @@ def cuda_attention_backend(
     FlashAttention 2 and 3, which are for compute capabilities 8 and 9 and for 16-bit
     numbers, where vLLM has them; else Triton. Of these it alone reads FP8 caches with
     queries that are not FP8 and heads of more than 256 channels (Gemma 4), and
-    FlashAttention 2 knows no learned sinks. `model` is its config.json.
+    FlashAttention 2 knows no learned sinks.
+
+    Args:
+        model: its config.json.
+        dtype, cache_dtype: as on the command line.
     """
     major = (gpu_capability() or (0, 0))[0]
     text = model.get("text_config") or model

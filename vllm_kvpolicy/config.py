@@ -111,7 +111,13 @@ class KVPolicyConfig:
             self._check()
 
     def _check(self) -> None:
-        """Check every value but for what depends on N, see `validate_block_size`."""
+        """Check every value, alone and together with the others.
+
+        What depends on the block size is left to `validate_block_size`.
+
+        Raises:
+            ValueError: naming the key, its value and what is valid.
+        """
         if not isinstance(self.options, Mapping):
             raise wrong("policy_config", self.options, "a mapping of options")
         if not isinstance(self.allow, tuple):
@@ -134,7 +140,11 @@ class KVPolicyConfig:
         self._check_events()
 
     def _check_events(self) -> None:
-        """Check when events come, with the policies and the budget; set the default."""
+        """Check when events come, with the policies and the budget; set the default.
+
+        Raises:
+            ValueError: no budget could be a floor, or the pool does not tell AUTO.
+        """
         own = self.resolved()
         if self.events is None:
             is_paper = own.options.get("preset", "default") != "default"
@@ -240,7 +250,11 @@ class KVPolicyConfig:
         return [word for each in self.all_resolved for word in each.info.parts]
 
     def resolved(self, policy_name: str | None = None) -> ResolvedPolicy:
-        """Return one of `policies`, by default the server's own, with its options."""
+        """Return one of `policies`, the server's own by default, with all its options.
+
+        Raises:
+            ValueError: a value outside its range, or none where one is required.
+        """
         name = policy_name or self.policy
         if name not in self._resolved:
             info = parse(name)
@@ -325,9 +339,14 @@ class KVPolicyConfig:
 
     @classmethod
     def from_dict(cls, values: Any) -> "KVPolicyConfig":
-        """Build a configuration from its plain form; ValueError where it is none.
+        """Build a configuration from its plain form.
 
-        Its keys are `VALID_KEYS`, of which `policy` is needed; None is the default.
+        Args:
+            values: keys of `VALID_KEYS`; only `policy` is needed. None as a value
+                stands for the default.
+
+        Raises:
+            ValueError: not a mapping, an unknown key, no policy, or a bad value.
         """
         if not isinstance(values, Mapping):
             expected = f"a mapping with keys {', '.join(VALID_KEYS)}"
@@ -366,7 +385,12 @@ class KVPolicyConfig:
         return values | {key: getattr(self, key) for key in SWITCHES}
 
     def validate_block_size(self, block_size: int) -> None:
-        """Check what depends on tokens per superblock, and the policies of `allow`."""
+        """Check what depends on N, tokens per superblock, and the policies of `allow`.
+
+        Raises:
+            ValueError: the budget has no room for a page after the tokens that are
+                always kept, or prompts cannot be cut at whole superblocks.
+        """
         self._check_budget("budget", block_size)
         self._check_ceiling("ceiling", block_size)
         for name in self.policies:
@@ -382,15 +406,23 @@ class KVPolicyConfig:
         block_size: int = 1,
         lengths: tuple[int, int] | None = None,
     ) -> "KVPolicyConfig | None":
-        """Apply what one request asks for in `vllm_xargs`; None for the full KV cache.
+        """Apply what one request asks for in `vllm_xargs`, its `extra_args`.
 
-        No number is above the server's, which sized its memory for that. Keys that do
-        not begin with `kv_` are not looked at.
+        Known keys: `kv_policy` (`none`, or one of `policies`), `kv_pin`, HINT_KEYS,
+        `kv_budget`, `kv_interval`, `kv_ceiling`, `kv_recent` and `kv_sinks`. Each of
+        the last five is at most the server's, because the server sized its memory for
+        those. Keys that do not begin with `kv_` are not looked at.
 
         Args:
             lengths: tokens of the prompt, and of prompt and answer limit, of which a
                 budget may be a share; None where they are not known, for the server's
                 budget.
+
+        Returns:
+            The request's configuration, or None where it asks for the full KV cache.
+
+        Raises:
+            ValueError: an unknown key that begins with `kv_`, or a bad value.
         """
         asked = request_keys(extra_args)
         check_pin("kv_pin", asked.get("kv_pin", NONE), of_request=True)
@@ -459,9 +491,13 @@ class KVPolicyConfig:
     def _shared(
         self, share: float | None, lengths: tuple[int, int] | None, page_tokens: int
     ) -> "KVPolicyConfig":
-        """Return the same with a budget that is a share of what is not pinned, if any.
+        """Return the same with a budget that is a share of what is not pinned.
 
         At least what is always kept, and at most the server's budget and the ceiling.
+
+        Args:
+            share: None leaves the budget as it is.
+            lengths: see `with_request`.
         """
         if share is None:
             return self

@@ -76,11 +76,14 @@ class IntegerKey:
     def check(
         self, value: Any, label: str | None = None, of_request: bool = False
     ) -> Any:
-        """Return a valid integer, or what is valid in its place; ValueError for others.
+        """Return `value` if it is a valid integer, or what is valid in place of one.
 
         Args:
             label: the key as the user knows it.
             of_request: a request gives it, which may not use the word.
+
+        Raises:
+            ValueError: anything else, True and 64.0 included.
         """
         has_word = self.word is not None and not of_request
         if has_word and value == self.word:
@@ -182,7 +185,11 @@ def check_pin(key: str, value: Any, of_request: bool = False) -> None:
 
 
 def trace_folder(value: Any) -> str | None:
-    """Return the folder of a trace, with the user's own in place of a leading ~."""
+    """Return the folder of a trace, with the user's own in place of a leading ~.
+
+    Raises:
+        ValueError: `value` is neither None nor the name of a folder.
+    """
     folder = os.path.expanduser(value) if isinstance(value, str) else ""
     if value is not None and (not folder or "\0" in folder or folder[0] == "~"):
         raise wrong("trace_dir", value, "the name of a folder")
@@ -198,7 +205,11 @@ _VLLM_REQUEST_KEYS = ("kv_transfer_params", "kv_cache_report_mode", "kv_hints")
 
 
 def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keys of a request that are ours; ValueError for one that seems so."""
+    """Return the keys of a request that are ours.
+
+    Raises:
+        ValueError: a key begins like ours and is unknown, or the server's alone.
+    """
     numbers = (f"kv_{key.key}" for key in FLAG_KEYS)
     known = ("kv_policy", "kv_pin", *numbers, *HINT_KEYS)
     asked = {}
@@ -215,7 +226,11 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def with_server_options(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Move what `policy_config` says about the server itself to keys of its own."""
+    """Move what `policy_config` says about the server itself to keys of its own.
+
+    Raises:
+        ValueError: a key is given in both places, or the trace has no folder.
+    """
     moved, options = dict(values), values.get("policy_config")
     if isinstance(options, Mapping):
         for option, key in SERVER_OPTIONS.items():

@@ -23,10 +23,11 @@ LAST_PHASE = 2**PHASE_BITS - 1  # the earliest events
 def request_phase(prompt_token_ids: Sequence[int], seed: int | None = None) -> int:
     """Return the phase of a request: a function of what it asks, evenly spread.
 
-    The seed of its sampling gives samples of one prompt phases of their own.
-
     >>> request_phase([1, 2, 3]), request_phase([1, 2, 4]), request_phase([1, 2, 3], 7)
     (3676573847, 2616465062, 1442807477)
+
+    Args:
+        seed: of its sampling, so that samples of one prompt have phases of their own.
     """
     ids = struct.pack(f"<{len(prompt_token_ids)}q", *prompt_token_ids)
     named = ids if seed is None else ids + str(seed).encode()
@@ -177,7 +178,8 @@ class Footprint:
     def global_blocks(self, position: int, budget: int | None = None) -> int:
         """Return the superblocks before the frontier: pinned ones and survivors'.
 
-        Of a budget in tokens, what is pinned included; None for the plan's.
+        Args:
+            budget: in tokens, what is pinned included; None for the plan's.
         """
         budget = self.events.budget if budget is None else budget
         frontier_blocks = self.frontier_blocks(position)

@@ -40,7 +40,9 @@ class Hints:
     def fitted(self, first: int, room: float) -> "Hints":
         """Keep as many of the first tokens as fit; `missed` are the others.
 
-        Tokens before `first` stay anyway.
+        Args:
+            first: tokens before this one stay anyway.
+            room: tokens.
         """
         kept, missed = [], []
         for start, end in self.keep:
@@ -78,8 +80,9 @@ NO_HINTS = Hints()
 def read_hints(asked: Mapping[str, Any]) -> Hints:
     """Read the hints among the keys of a request.
 
-    ValueError for a bad value, ranges that are to stay and to go, or messages, whose
-    ranges only a server that renders a chat knows.
+    Raises:
+        ValueError: a bad value, ranges that are to stay and to go, or messages, whose
+            ranges only a server that renders a chat knows.
     """
     for key, ranges in MESSAGE_KEYS.items():
         if key in asked:

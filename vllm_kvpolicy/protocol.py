@@ -62,9 +62,12 @@ class CompactEvent:
 
 @dataclass(frozen=True)
 class WindowCapture:
-    """Save queries of this step's forward pass into a query window, from `first_row`.
+    """Save queries of this step's forward pass into a query window.
 
-    `first_token` is an offset among the request's tokens of this step.
+    Args:
+        first_token: offset among the request's tokens of this step.
+        first_row: row of the window that the first of them fills.
+        num_tokens: how many to save.
     """
 
     request_id: str

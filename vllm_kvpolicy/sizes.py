@@ -102,7 +102,8 @@ class OtherGroups:
     def most_blocks(self, num_tokens: int, step: int | None = None) -> int:
         """Return the most superblocks that a request of `num_tokens` ever holds.
 
-        A step computes at most `step` of them, by default what any step may.
+        Args:
+            step: most tokens that it computes in a step; None for what any step may.
         """
         step = self.step_tokens if step is None else step
         reach = self.window + (self.late_steps + 1) * step
@@ -429,8 +430,10 @@ def max_blocks_per_request(
     """Return the most superblocks that a request with the server's policy may hold.
 
     What vLLM wants free at start-up. A request that takes more, because it pins tokens
-    or asks for another `kv_policy`, is refused where the pool cannot hold it. It is of
-    `longest` tokens, or of max_model_len.
+    or asks for another `kv_policy`, is refused where the pool cannot hold it.
+
+    Args:
+        longest: most tokens of a request; None for max_model_len.
     """
     unpinned = replace(config, pin=NONE, is_checked=True)
     footprint = footprint_of(vllm_config, unpinned, 1)
@@ -454,9 +457,13 @@ def footprint_of(
 def most_blocks(
     vllm_config: Any, config: KVPolicyConfig, prompt_tokens: int, num_tokens: int
 ) -> int:
-    """Return the superblocks that suffice for a request that ends with so many tokens.
+    """Return the superblocks that suffice for a request of these lengths.
 
     Whatever its phase, so that requests of equal lengths get equal answers.
+
+    Args:
+        prompt_tokens: >= 1.
+        num_tokens: length of prompt and answer.
     """
     footprint = footprint_of(vllm_config, config, prompt_tokens)
     is_spread = config.spread_events

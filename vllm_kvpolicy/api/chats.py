@@ -78,6 +78,10 @@ async def put_tokens(
         render: returns the tokens of a chat.
         request: its `vllm_xargs` are replaced.
         known: tokens of `messages`.
+
+    Raises:
+        KVPolicyRequestError: a bad index, a message of which nothing shows or that is
+            to stay and to go, or a prompt that will be cut.
     """
     asked = dict(request.vllm_xargs or {})
     with client_errors():
@@ -116,8 +120,9 @@ async def system_tokens(
 ) -> int:
     """Return the tokens before the first message that is not the system's.
 
-    ValueError where the template leaves system messages out, puts them behind others,
-    or refuses a chat of them and a question.
+    Raises:
+        ValueError: the template leaves system messages out, puts them behind others, or
+            refuses a chat of them and a question.
     """
     first = [*takewhile(lambda each: _role(each) in ROLES, messages)]
     replaced = [{**dict(each), "content": OTHER} for each in first]
@@ -138,7 +143,11 @@ async def system_tokens(
 async def message_tokens(
     render: Render, messages: Sequence[Any], known: Sequence[int], key: str, index: int
 ) -> tuple[int, ...]:
-    """Return the range of what the template makes of a message's content, if any."""
+    """Return the range of what the template makes of the content of a message, if any.
+
+    Raises:
+        ValueError: nothing of it shows, or the chat has no tokens without it.
+    """
     if not dict(messages[index]).get("content"):  # but tool calls, perhaps
         return ()
     others = list(messages)

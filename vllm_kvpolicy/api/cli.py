@@ -101,7 +101,10 @@ def from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the plain form of the flags that are environment variables.
 
     The variable of `--kv-budget` is VLLM_KV_BUDGET; an empty one says nothing, and
-    VLLM_KV_POLICY=none makes all others say nothing. ValueError names a wrong one.
+    VLLM_KV_POLICY=none makes all others say nothing.
+
+    Raises:
+        ValueError: naming the variable, its value and what is valid.
     """
     if environment.get("VLLM_KV_POLICY") == NONE:
         return {}

@@ -51,7 +51,11 @@ TABLES_PART = 32  # of a device's memory one such part is for the page lists of 
 
 @contextmanager
 def errors(is_command: bool) -> Iterator[None]:
-    """Answer a wrong command line as argparse does; Python code gets the ValueError."""
+    """Answer a wrong command line as argparse does; Python code gets the ValueError.
+
+    Raises:
+        SystemExit: with status 2, in place of a ValueError.
+    """
     try:
         yield
     except ValueError as error:
@@ -79,9 +83,12 @@ def read_command_line(engine_args: Any, args: Any) -> None:
 
 
 def prepare(engine_args: Any) -> KVPolicyConfig | None:
-    """Return the policy that arguments ask for, None for none; or ValueError.
+    """Return the policy that arguments ask for, None for none.
 
     What the user left open and the policy depends on is chosen here, in `engine_args`.
+
+    Raises:
+        ValueError: the policy is not valid, or cannot run on this machine.
     """
     with errors(_is_command(engine_args)):
         under = cli.from_environment(compat.policy_variables())
@@ -154,7 +161,11 @@ def finish_stock(vllm_config: Any, is_command: bool) -> None:
 
 
 def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
-    """Check what each word of the policies reads, and the folder of a trace."""
+    """Check what each word of the policies reads, and the folder of a trace.
+
+    Raises:
+        ValueError: naming key, path, what was found and what is expected.
+    """
     # Here and not above: a vLLM that is only installed beside us loads no policy.
     from vllm_kvpolicy.policies.compose import assemble
 
@@ -174,7 +185,14 @@ def check_files(config: KVPolicyConfig, vllm_config: Any) -> None:
 
 
 def refuse_plain(model_config: Any, served: Iterable[str] = ()) -> None:
-    """Raise ValueError for a model that needs an admission that is not `served`."""
+    """Refuse a model that must not be served without an admission.
+
+    Args:
+        served: admissions of the server's policies; none for a plain server.
+
+    Raises:
+        ValueError: saying what to add.
+    """
     for word in OWN_MODELS:
         if word not in served:
             models_of(word).refuse_plain(model_config)

@@ -12,7 +12,9 @@ from vllm_kvpolicy.policies.fingerprint import fingerprint
 def server_name(unique: str, config: KVPolicyConfig) -> str:
     """Return the instance id of the engines that one command line starts.
 
-    Its processes share `unique`; the digest is of all of `config` but the trace.
+    Args:
+        unique: shared by the processes of that command line.
+        config: of which the name carries a digest: all but the trace.
     """
     return f"{unique}-{fingerprint(config)[:16]}"
 
@@ -22,7 +24,9 @@ def note_ready(vllm_config: Any, message: bytes) -> None:
 
     Engines of other command lines, as on other hosts, send it too. The VllmConfig of
     the API process keeps the size of the smallest pool; vLLM keeps the sum of all.
-    ValueError where the engine runs another policy than this process expects.
+
+    Raises:
+        ValueError: the engine runs another policy than this process expects.
     """
     if not message:
         return

@@ -897,6 +897,7 @@ def machine_refusals() -> list[str]:
 def refusals(vllm_config: Any) -> list[str]:
     """Return every reason why a policy cannot run, each with what to change.
 
-    Of a finished VllmConfig, before or after our classes are in it.
+    Args:
+        vllm_config: the finished VllmConfig, before or after our classes are in it.
     """
     return [f"{row.name}: {row.change}" for row in REFUSALS if row.applies(vllm_config)]

@@ -36,7 +36,9 @@ def install() -> None:
 def _wrap(patch: table.Patch, make: Callable[[Callable], Callable]) -> None:
     """Put a wrapper in the place of a function, once.
 
-    `make` makes it of the function; for a class method both take the class first.
+    Args:
+        make: returns the wrapper of the function that it is given; for a class method
+            both take the class first.
     """
     owner, name = patch.resolve()
     raw = inspect.getattr_static(owner, name)

@@ -43,7 +43,11 @@ class Patch:
     remove_when: str
 
     def resolve(self) -> tuple[Any, str]:
-        """Import the owner and return it with the name of the attribute."""
+        """Import the owner and return it with the name of the attribute.
+
+        Raises:
+            ImportError, AttributeError: vLLM no longer has it.
+        """
         module, _, path = self.target.partition(":")
         owner = import_module(module)
         *parents, name = path.split(".")
@@ -55,7 +59,8 @@ class Patch:
     def declared(self) -> str | None:
         """Return how the installed vLLM declares it, in the form of `signature`.
 
-        "" for what is no function, None where vLLM has nothing of that name.
+        Returns:
+            "" for what is no function, None where vLLM has nothing of that name.
         """
         module, _, path = self.target.partition(":")
         found: Any = read_module(module)

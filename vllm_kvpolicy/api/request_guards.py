@@ -41,6 +41,9 @@ def check_prepared(processor: Any, request: Any, params: Any) -> None:
         processor: vLLM's InputProcessor.
         request: the EngineCoreRequest that it has made of `params`, of a request that
             samples or pools.
+
+    Raises:
+        KVPolicyRequestError: a resumable session, or what `check_params` refuses.
     """
     server = server_config(processor.vllm_config)
     if server is None:
@@ -106,7 +109,13 @@ def check_params(
     Stock vLLM guarantees at start-up that one request of max_model_len fits. With a
     policy the pool may be smaller; a request that outgrows it, because it switches the
     policy off or because much of it is pinned, would wait or restart for ever.
-    `prompt_tokens` are 0 where they are not known yet.
+
+    Args:
+        prompt_tokens: length of the prompt, 0 where it is not known yet.
+
+    Raises:
+        ValueError: a bad `kv_*` key, drafts beyond the first event, or a cache larger
+            than the pool.
     """
     longest = vllm_config.model_config.max_model_len
     tokens = min(prompt_tokens + (params.max_tokens or longest), longest)
@@ -184,7 +193,11 @@ def _other_advice(config: KVPolicyConfig | None, block_size: int) -> str:
 
 
 def check_beam_search(extra_args: Mapping[str, Any] | None) -> None:
-    """Refuse a beam search whose `vllm_xargs` have keys that it would not follow."""
+    """Refuse a beam search whose `vllm_xargs` have keys that it would not follow.
+
+    Raises:
+        KVPolicyRequestError: naming the first such key, or one that is unknown.
+    """
     with client_errors():
         for key in request_keys(extra_args):
             raise ValueError(

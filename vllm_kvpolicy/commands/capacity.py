@@ -76,7 +76,8 @@ class Life:
     def levels(self, phase: int, settled: bool = False) -> np.ndarray:
         """Return superblocks while each token from `first` on is computed.
 
-        With `settled` up to where what requests of all phases hold begins to repeat.
+        Args:
+            settled: stop where what requests of all phases hold begins to repeat.
         """
         events, last = self.footprint.events, self.num_tokens
         if settled:

@@ -28,7 +28,9 @@ def new_figure(
     """Return a figure and its panels [rows * columns], row by row; sizes are in inches.
 
     All panels share the x axis; with several columns they share the y axis, too.
-    ValueError without matplotlib.
+
+    Raises:
+        ValueError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure

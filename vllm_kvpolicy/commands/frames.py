@@ -36,12 +36,15 @@ def frame(
     most_rows: int | None,
     trouble: str = "",
 ) -> RenderableType:
-    """Return a frame; LookupError where the server tells less than this version's.
+    """Return a frame.
 
     Args:
         rates: by the names of `RATES`, a second; None where the server does not tell.
         most_rows: requests that are listed; None for all.
         trouble: why what is shown is old, empty where it is not.
+
+    Raises:
+        LookupError: the server tells less than the live routes of this version.
     """
     grid = Table.grid(padding=(0, 2))
     grid.add_row("server", _server(facts, trouble))

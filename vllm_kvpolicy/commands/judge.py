@@ -49,7 +49,9 @@ def first_difference(
 ) -> tuple[int, int] | None:
     """Return where tokens of the same requests first differ; None for nowhere.
 
-    That is the request, and the output token that differs or is in one list only.
+    Returns:
+        Index of the request, and of the first output token that is not the same, or is
+        there in one list only.
     """
     for request, pair in enumerate(zip(expected, found, strict=True)):
         places = enumerate(zip_longest(*pair))
@@ -132,7 +134,11 @@ def same_tokens(
 
 
 def is_steady(level: float, most: float) -> Check:
-    """Judge whether stock gives about the same answers alone as in company, by nats."""
+    """Judge whether stock gives about the same answers alone as in company.
+
+    Args:
+        level: nats, by which other answers may differ from them.
+    """
     figures = f"tokens closer than {level:.2f} nats count as level"
     return _check("answers do not depend on company", level <= most, figures)
 

@@ -15,7 +15,11 @@ from pathlib import Path
 
 
 def table(lines: Iterable[Sequence[str]], are_numbers: bool = False) -> str:
-    """Return lines as columns; numbers, all but the first one, end alike."""
+    """Return lines as columns.
+
+    Args:
+        are_numbers: align the columns behind the first one at the right.
+    """
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     align = str.rjust if are_numbers else str.ljust
@@ -37,7 +41,12 @@ def quiet() -> Iterator[None]:
 
 
 def new_file(text: str) -> Path:
-    """Return the path of a file that can be written; makes its folder, not the file."""
+    """Return the path of a file that can be written; makes its folder, not the file.
+
+    Raises:
+        argparse.ArgumentTypeError: it is a folder, or it or its folder cannot be
+            written to.
+    """
     path = Path(text)
     try:
         if path.is_dir():
@@ -55,7 +64,12 @@ def new_file(text: str) -> Path:
 
 
 def new_folder(text: str) -> Path:
-    """Return the path of a folder that can be written to, or made; makes none."""
+    """Return the path of a folder that can be written to, or made; makes none.
+
+    Raises:
+        argparse.ArgumentTypeError: it or a folder that it would be in is a file, or
+            cannot be written to.
+    """
     path = Path(text)
     try:
         _check_folder(_existing(path), text)

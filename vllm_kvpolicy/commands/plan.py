@@ -172,6 +172,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _engine(args: argparse.Namespace) -> Engine:
+    """Return what the command line says of an engine.
+
+    Raises:
+        ValueError: the model is unknown or unlike what is planned, or the lengths are
+            longer than its context.
+    """
     import torch
     from vllm.config import ParallelConfig
 
@@ -291,7 +297,11 @@ def _whole(engine: Engine) -> list[Life]:
 
 
 def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...]]:
-    """Yield a line for the policy, then some for other budgets and intervals."""
+    """Yield a line for the policy, then some for other budgets and intervals.
+
+    Raises:
+        ValueError: a policy without a budget, or no request fits the pool.
+    """
     if config.resolved().info.keeps_all:
         raise ValueError(
             f"{config.policy} has no budget: what requests hold depends on their text"
@@ -311,7 +321,11 @@ def _policies(engine: Engine, config: KVPolicyConfig) -> Iterator[tuple[str, ...
 
 
 def _footprint(engine: Engine, config: KVPolicyConfig, whole: Life) -> Footprint:
-    """Return when a request has events: at its floor as often as they can be called."""
+    """Return when a request has events: at its floor as often as they can be called.
+
+    Args:
+        whole: its life without events.
+    """
     block_size, rows = engine.block_size, sizes.query_rows(engine.vllm_config)
     prompt = whole.footprint.events.prompt_len
     lengths = prompt, whole.num_tokens + 1
@@ -390,7 +404,11 @@ def _title(engine: Engine) -> str:
 def _notes(
     engine: Engine, config: KVPolicyConfig, lines: list[tuple[str, ...]], own: int
 ) -> Iterator[str]:
-    """Yield what a server would want besides; the policy's own line is lines[own]."""
+    """Yield what a server would want besides, a line each.
+
+    Args:
+        own: place of the line of the policy as configured.
+    """
     usable = lines[own][3]
     limit = engine.vllm_config.scheduler_config.max_num_seqs
     weights, count = weight_bytes(engine.model), min(int(lines[0][-1]), limit)

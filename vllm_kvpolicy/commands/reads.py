@@ -15,7 +15,10 @@ GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "granite
 def weight_bytes(model: Any) -> int | None:
     """Return the bytes of weights that a step reads; None where they are not known.
 
-    By vLLM's ModelConfig; known are those of GATED, without quantisation.
+    Known are those of GATED, without quantisation.
+
+    Args:
+        model: vLLM's ModelConfig.
     """
     config = model.hf_text_config
     if config.model_type not in GATED or model.quantization is not None:

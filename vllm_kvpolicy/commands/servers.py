@@ -36,7 +36,12 @@ class Client:
             self._headers["Authorization"] = f"Bearer {api_key}"
 
     def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> str:
-        """Return what a server answers; `Refused` for an error, ValueError for none."""
+        """Return what the server answers.
+
+        Raises:
+            Refused: it answers with an error.
+            ValueError: it does not answer.
+        """
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, self._headers)
         try:

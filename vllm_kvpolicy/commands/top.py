@@ -37,7 +37,12 @@ Counts = Mapping[str, float | None]  # by the name of a rate, None where not tol
 
 @dataclass(frozen=True)
 class Sample:
-    """What a server told at a time here, in seconds; see `/kv_policy/requests`."""
+    """What a server told at one time.
+
+    Args:
+        at: the time here, in seconds.
+        engines: as in the answer of `/kv_policy/requests`.
+    """
 
     at: float
     engines: list[dict[str, Any]]
@@ -90,7 +95,11 @@ def _url(text: str) -> str:
 
 
 class Watch:
-    """Looks at a server again and again; `trouble` is why a look found nothing."""
+    """Looks at a server again and again.
+
+    Attributes:
+        trouble: why the last look found nothing, empty where it found something.
+    """
 
     def __init__(self, client: Client) -> None:
         self.trouble = ""
@@ -99,7 +108,11 @@ class Watch:
         self._samples: deque[Sample] = deque(maxlen=MEAN_LOOKS + 1)
 
     def look(self) -> None:
-        """Ask the server what it does; ValueError where it has nothing to show."""
+        """Ask the server what it does.
+
+        Raises:
+            ValueError: it cannot be asked, or has nothing to show.
+        """
         try:
             # A server that comes back may have another policy.
             is_new = bool(self.trouble or not self._facts)
@@ -116,7 +129,11 @@ class Watch:
         self._facts, self.trouble = facts, ""
 
     def frame(self, most_rows: int | None) -> Any:
-        """Return what was told last, see `frames.frame`; ValueError as `_shape`."""
+        """Return what was told last, see `frames.frame`.
+
+        Raises:
+            ValueError: that is not what the live routes of this version tell.
+        """
         before, after = self._samples[0], self._samples[-1]
         frames = import_module("vllm_kvpolicy.commands.frames")  # loads rich
         per_second = rates(before, after)

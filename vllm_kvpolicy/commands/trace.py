@@ -68,7 +68,9 @@ LABELS = {
 def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]:
     """Measure one event and, after a request's first, its difference to the previous.
 
-    By name as in `LABELS`; `retention` has a sum for each bin.
+    Returns:
+        Numerator and denominator of each figure, by name as in `LABELS`; of
+        `retention`, one of each per bin.
     """
     kept = measures.kept_mask(event)
     heads = kept.shape[0] * kept.shape[1]
@@ -94,7 +96,11 @@ def measure(event: EventRecord, previous: EventRecord | None) -> dict[str, Sums]
 
 
 def _gaps(event: EventRecord, kept: np.ndarray) -> dict[str, Sums]:
-    """Measure dropped regions between sinks and local tokens, and dropped runs."""
+    """Measure dropped regions between sinks and local tokens, and dropped runs.
+
+    Args:
+        kept: [L, H, P] bool.
+    """
     masks = (measures.mask_of(event.held, event.position), kept)
     held, keeps = (mask.reshape(-1, event.position) for mask in masks)
     heads = list(zip(held, keeps, strict=True))
@@ -149,6 +155,9 @@ def summarise(trace: Path) -> dict[str, dict[str, Any]]:
 
     `retention` is a list of 20 shares: of the tokens in each twentieth of the text so
     far, those that are kept. Figures without any record are left out.
+
+    Raises:
+        ValueError: no events, or a file that is not one.
     """
     totals: dict[str, dict[str, Sums]] = defaultdict(dict)
     requests: dict[str, set[str]] = defaultdict(set)
@@ -272,7 +281,11 @@ class PolicyEvents:
 
 
 def read_policies(trace: Path, request: str | None = None) -> dict[str, PolicyEvents]:
-    """Return the events to draw, by policy: of a request, or each policy's longest."""
+    """Return the events to draw, by policy: of a request, or each policy's longest.
+
+    Raises:
+        ValueError: no events, a file that is not one, or no such request.
+    """
     policies: dict[str, PolicyEvents] = {}
     requests: dict[str, list[EventRecord]] = {}
     for event in read_trace(trace):
@@ -298,8 +311,11 @@ def draw(
     """Yield the names of figures, without ending, and the figures.
 
     Args:
-        retention: see `summarise`, by policy.
-        layers: that are drawn by head; by default up to MAX_LAYERS, evenly spread.
+        retention: shares kept by relative position, by policy.
+        layers: layers to draw by head; by default up to MAX_LAYERS, evenly spread.
+
+    Raises:
+        ValueError: no such layer, or matplotlib is not installed.
     """
     yield "retention", figures.retention_curves(retention)
     for policy, drawn in policies.items():
@@ -343,7 +359,9 @@ def plot(
 ) -> list[str]:
     """Write the figures of a trace to a folder, made if missing; return their names.
 
-    Nothing is written where the trace, the request or a layer is wrong.
+    Raises:
+        ValueError: no events, a file that is not one, no such request or layer, or
+            matplotlib is not installed; then nothing is written.
     """
     summaries = summarise(trace)
     retention = {policy: values["retention"] for policy, values in summaries.items()}
@@ -373,6 +391,11 @@ def _plot(given: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
+    """Run `trace report` or `trace plot`.
+
+    Raises:
+        ValueError: see `summarise` and `plot`; or what was found cannot be written.
+    """
     parser = argparse.ArgumentParser(
         prog="vllm-kvpolicy trace",
         description="Show what the events of a trace kept.",

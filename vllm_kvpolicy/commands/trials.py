@@ -56,7 +56,10 @@ def make_gemma3(
 def gemma4(pattern: str, head_dim: int, **changes: Any) -> Any:
     """Return the configuration of a Gemma 4 with a layer for each letter, w or f.
 
-    Heads of layers with a window, w, are half as large, `head_dim`, as of the others.
+    Heads of layers with a window, w, are half as large as those of full attention, f.
+
+    Args:
+        head_dim: of layers with a window.
     """
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
     whole = {"rope_type": "proportional", "partial_rotary_factor": 0.25}

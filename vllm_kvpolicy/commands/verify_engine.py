@@ -47,7 +47,9 @@ class Sizes:
     """How long the requests are: all grow with the tokens held before an event.
 
     Each has an event: the first within its answer, the others at their prompts' ends.
-    `held` is budget + interval, in tokens.
+
+    Args:
+        held: budget + interval, in tokens.
     """
 
     held: int

@@ -43,6 +43,9 @@ class Asked:
 class Server:
     """A server that is running.
 
+    Args:
+        url: its root.
+
     Attributes:
         longest: tokens of a request, at most.
         policy: name of what it runs with; None where it does not say.
@@ -71,7 +74,11 @@ class Server:
         self.policy = None if found is None else found[1]
 
     def counters(self) -> dict[str, float]:
-        """Return the server's counters, summed over its engines; or ValueError."""
+        """Return the server's counters, summed over its engines.
+
+        Raises:
+            ValueError: it has none.
+        """
         found: dict[str, float] = {}
         for family in text_string_to_metric_families(self._fetch("/metrics")):
             for sample in family.samples:
@@ -90,8 +97,12 @@ class Server:
         """Send requests and wait for their answers.
 
         Args:
+            lengths: tokens of a prompt and of its answer.
             keys: `vllm_xargs` of each request.
             at_once: send all before the first is answered.
+
+        Raises:
+            ValueError: the server refuses one.
         """
 
         def one(seed: int) -> Answer:

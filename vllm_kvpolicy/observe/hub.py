@@ -25,7 +25,11 @@ Message = tuple[int, str, dict[str, Any]]  # number, name, content
 
 
 class EngineReader:
-    """Reads the files of one engine, of which so many ranks tell of their own heads."""
+    """Reads the files of one engine; see `own_engine` for its name.
+
+    Args:
+        num_ranks: that tell of heads of their own.
+    """
 
     def __init__(self, name: str, num_ranks: int) -> None:
         self.name, self.num_ranks = name, num_ranks
@@ -92,7 +96,8 @@ class EngineReader:
 class Hub:
     """What is known of all engines of this host, as of the last `poll`.
 
-    An engine has `pool_blocks` until it has told.
+    Args:
+        pool_blocks: superblocks of one engine's pool, until it has told.
     """
 
     def __init__(self, readers: Mapping[int, EngineReader], pool_blocks: int) -> None:

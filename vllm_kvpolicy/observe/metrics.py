@@ -194,7 +194,11 @@ class EngineCounters:
         return time.monotonic() >= self._next
 
     def tell_ratio(self, held_and_computed: Iterable[tuple[int, int]]) -> None:
-        """Let others see all values, and a new ratio, of the live requests' tokens."""
+        """Let others see all values, and a new keep ratio.
+
+        Args:
+            held_and_computed: tokens of each live request.
+        """
         self._next = time.monotonic() + PERIOD_SECONDS
         held = computed = 0
         for request_held, request_computed in held_and_computed:
@@ -242,8 +246,11 @@ def only_observes(method: Method) -> Method:
 class WorkerCounters:
     """Writes what the worker knows: the events that it has carried out.
 
-    The scheduler makes the file after the worker has started, so it is opened late. Of
-    the ranks that see the same events one `counts`.
+    The scheduler makes the file after the worker has started, so it is opened late.
+
+    Args:
+        counts: False in all ranks of a tensor-parallel group but the first: they see
+            the same events, and one of them has to count.
     """
 
     def __init__(self, engine: str, block_size: int, counts: bool = True) -> None:
@@ -344,9 +351,11 @@ class Collector:
 
 
 def exposition(registry: Any, vllm_config: Any | None, missed: set[str]) -> bytes:
-    """Return a page of metrics, with the counters of a server's engines if it is given.
+    """Return a page of metrics in Prometheus's text format.
 
-    In Prometheus's text format; for `missed` see `Collector`.
+    Args:
+        vllm_config: of the server whose engines' counters are added; None for none.
+        missed: see `Collector`.
     """
     from prometheus_client import CollectorRegistry, generate_latest
 

@@ -32,7 +32,12 @@ RECORDS = "vllm-kvpolicy-{}.live"
 
 
 def file_path(kind: str, engine: str) -> Path:
-    """Return where a file of a kind is, COUNTERS or RECORDS; see `own_engine`."""
+    """Return where a file is.
+
+    Args:
+        kind: COUNTERS or RECORDS.
+        engine: see `own_engine`; and what tells several files of one engine apart.
+    """
     return Path(tempfile.gettempdir()) / kind.format(engine)
 
 
@@ -190,7 +195,11 @@ SIZE_BYTES = _DATA_AT + DATA_BYTES
 
 
 class Ring(SharedFile):
-    """The newest records of one writer; for `create` and errors see `SharedFile`."""
+    """The newest records of one writer; for `create` and errors see `SharedFile`.
+
+    Args:
+        name: the engine's, see `own_engine`, and who of it writes.
+    """
 
     def __init__(self, name: str, create: bool) -> None:
         super().__init__(file_path(RECORDS, name), SIZE_BYTES, create)
@@ -206,7 +215,9 @@ class Ring(SharedFile):
     def append(self, record: dict[str, Any]) -> bool:
         """Write a JSON-able record, which may overwrite the oldest ones.
 
-        False is returned where it is larger than the file, or the disk is full.
+        Returns:
+            False where it has not been written: it is larger than the file, or the
+            disk is full.
         """
         data = json.dumps(record, separators=(",", ":")).encode()
         if len(data) > DATA_BYTES:

@@ -18,9 +18,11 @@ MOST_TOKENS = 2**16  # of one request whose text is shown
 
 
 class Snapshots:
-    """Writes snapshots into the ring of an engine's scheduler, with or without text.
+    """Writes snapshots into the ring of an engine's scheduler.
 
-    Where this has failed and tells no more, `on_off` hears of it.
+    Args:
+        with_text: token ids are told as well.
+        on_off: hears of it where this has failed and tells no more.
     """
 
     def __init__(
@@ -112,6 +114,9 @@ def shared_blocks(running: Sequence[Any], manager: Any) -> dict[str, int]:
     Stock vLLM takes the start of a prompt from the prefix cache when it schedules a
     request, all but the last token. It never merges blocks that are computed later,
     such as equal answers. The requests' blocks are those that stock vLLM would hold.
+
+    Args:
+        manager: a KVPolicyManager.
     """
     block_size = manager.block_size
     seen: set[Any] = set()

@@ -77,6 +77,11 @@ def to_arrays(record: EventRecord) -> dict[str, np.ndarray]:
 
 
 def read_event(path: Path) -> EventRecord:
+    """Read the event in one file.
+
+    Raises:
+        ValueError: it cannot be read, or does not hold the fields of a record.
+    """
     try:
         with np.load(path) as file:
             arrays = {name: file[name] for name in file.files}
@@ -108,7 +113,11 @@ def read_event(path: Path) -> EventRecord:
 
 
 def check_trace(folder: Path) -> None:
-    """Create a folder if it is missing; ValueError where it cannot be written to."""
+    """Check that a folder can be written to, and create it if it is missing.
+
+    Raises:
+        ValueError: it cannot be created or written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -131,14 +140,23 @@ def run_name(engine: int = 0) -> str:
 
 
 def new_run(folder: Path, name: str | None = None) -> Path:
-    """Create and return the folder of a run, or of a rank where there are several."""
+    """Create and return the folder of a run.
+
+    Args:
+        name: see `run_name`, followed by the folder of a rank if it is one of several;
+            None for a new name.
+    """
     run = folder / (name or run_name())
     run.mkdir(parents=True)
     return run
 
 
 def run_in(folder: Path) -> Path:
-    """Return the folder that holds events: a run, or the only one with events below."""
+    """Return the folder that holds events: a run, or the only one with events below.
+
+    Raises:
+        ValueError: no such folder, no events, or several runs with events.
+    """
     if not folder.is_dir():
         raise ValueError(f"trace: no such folder {str(folder)!r}")
     holders = {path.parent for path in folder.rglob("*.npz")}
@@ -166,8 +184,11 @@ def whole_run(folder: Path) -> Path:
 def read_trace(folder: Path) -> Iterator[EventRecord]:
     """Yield the events of a run, see `run_in`, in the order in which they happened.
 
-    Where there are several ranks, those that all of them have recorded. ValueError as
-    well for an event that is not of the same trace as those before.
+    Where there are several ranks, those that all of them have recorded.
+
+    Raises:
+        ValueError: see `run_in`; a file is not an event, or not one of the same trace
+            as those before; or a rank is missing.
     """
     run = run_in(folder)
     ranks = _ranks_of(run)
@@ -213,7 +234,11 @@ def _ranks_of(run: Path) -> list[Path]:
 
 
 def join_ranks(records: Sequence[EventRecord]) -> EventRecord:
-    """Return one event of all heads; ValueError where these are of different events."""
+    """Return one event of all heads.
+
+    Raises:
+        ValueError: they are of different events.
+    """
     first = records[0]
     names = ("request_id", "policy", "position", "ordinal", "frontier", "budget")
     if any(getattr(r, n) != getattr(first, n) for r in records for n in names):
@@ -265,6 +290,9 @@ def wrong_fields(values: Mapping[str, Any], notes: Mapping[str, Any]) -> list[st
 
     Bits that flip are found by the checksums of the archive, but not that a file is of
     somebody else. Policies name files of plots.
+
+    Args:
+        values: every field of `EventRecord` but `notes` and `ranks`, by name.
     """
     shape = np.shape(values["held"])[:2]
 

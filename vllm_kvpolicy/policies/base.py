@@ -214,7 +214,12 @@ class OfModel:
 
 
 class Policy(OfModel, ABC):
-    """Scores, allocates and selects in one call; `dynamic` ones may choose less."""
+    """Scores, allocates and selects in one call; subclasses define `decide`.
+
+    Attributes:
+        needs: what `decide` reads.
+        dynamic: it may choose less than the budget.
+    """
 
     needs = Needs()
     dynamic = False

@@ -56,7 +56,11 @@ class Calibration(ModelFile):
 
 
 def load(path: str | Path, kind: str) -> Calibration:
-    """Read a calibration file of a kind; raises as `ModelFile.from_file`."""
+    """Read a calibration file of a kind.
+
+    Raises:
+        ValueError: naming the file, the key, and what was found and expected there.
+    """
     found = Calibration.from_file(path, "a safetensors file")
     found.fits(kind=kind)
     tensors, shapes = found.tensors, found.shapes

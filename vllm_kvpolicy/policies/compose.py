@@ -186,7 +186,11 @@ class AdmittedPolicy(Policy):
 
 
 def build(name: str, options: Mapping[str, Any] | None = None) -> Policy:
-    """Build a policy without a server; ValueError for a wrong name, option or value."""
+    """Build a policy by name and `--kv-policy-config`, without a server.
+
+    Raises:
+        ValueError: an unknown name, an unknown option, or a value outside its range.
+    """
     return assemble(resolve(parse(name), options or {}))
 
 

@@ -23,8 +23,10 @@ def file_options(config: KVPolicyConfig) -> set[str]:
 def fingerprint(config: KVPolicyConfig) -> str:
     """Return a digest, hexadecimal, that differs where policies do.
 
-    Of files the contents count, those of users' own words included, of folders the
-    names and sizes of their files, of all else the value.
+    Args:
+        config: the server's policies. Of files the contents count, those of users' own
+            words included, of folders the names and sizes of their files, of all else
+            the value.
     """
     values = config.to_dict()
     for key in ("trace_dir", "live", "live_text"):  # every host may have its own

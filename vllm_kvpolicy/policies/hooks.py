@@ -58,7 +58,11 @@ def _note_head_values(values: Tensor, noted: Tensor) -> None:
 
 
 def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """Return the one list "layers" of so many; ValueError for none or several."""
+    """Find a model's decoder layers: the one list of `num_layers` called "layers".
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
     found = [
         module
         for name, module in model.named_modules()
@@ -75,7 +79,11 @@ def decoder_layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
 
 
 def attention_modules(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the module around each attention layer; ValueError where there is none."""
+    """Return the module around each attention layer: projections, norms, rotation.
+
+    Raises:
+        ValueError: one of them is not an `attn` of a module.
+    """
     parents = {
         id(module.attn): module
         for module in model.modules()

@@ -301,7 +301,11 @@ class PolicyInfo:
 
 @dataclass(frozen=True)
 class ResolvedPolicy:
-    """A policy with a value for every option of its words; requests share it."""
+    """A policy with a value for every option that it reads; requests share it.
+
+    Args:
+        own: the options of each of its words.
+    """
 
     info: PolicyInfo
     own: Mapping[Word, Any]

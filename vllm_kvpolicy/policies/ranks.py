@@ -21,7 +21,11 @@ class HeadShard:
     Args:
         num_heads: Hq, query heads of the whole model per layer.
         num_kv_heads: H, KV heads of the whole model per layer.
-        size: ranks of the group, a multiple or a divisor of H.
+        rank: 0..size - 1.
+        size: ranks of the group.
+
+    Raises:
+        ValueError: neither of KV heads and ranks divides the other.
     """
 
     num_heads: int
@@ -83,7 +87,11 @@ class Ranks:
     def queries_of_copies(self, queries: Tensor) -> Tensor:
         """Return the queries of all ranks that have copies of this rank's KV head.
 
-        Of [E, L, Hq, W, D] they are [E, L, Hq * copies, W, D], in the model's order.
+        Args:
+            queries: [E, L, Hq, W, D] of this rank.
+
+        Returns:
+            [E, L, Hq * copies, W, D], in the order of the model's query heads.
         """
         return queries
 

@@ -50,6 +50,10 @@ class MovementPolicy(KeepAll):
             sources: [E, M] int64, survivors, head by head and oldest first; negative
                 entries are padding on the right.
             heads: [E, M] int64, the head that each belongs to, ascending.
+            seeds: [E] int64, one per event, a pure function of the request.
+
+        Returns:
+            [E, M] int64.
         """
         draw = self._draw(sources, seeds)
         # Draws are below 2^32: heads stay in their order, and padding (a negative

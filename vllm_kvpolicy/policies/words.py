@@ -165,10 +165,14 @@ class BaseAdmission(Word):
     shift = 0
 
     def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
-        """Return the gates of some tokens, [E, L, H, F] float32 between 0 and 1.
+        """Evaluate the gates of some tokens.
 
         Args:
+            inputs: the event.
             token: [E, L, H, F] int64, held tokens, by their places in the rows.
+
+        Returns:
+            [E, L, H, F] float32 between 0 and 1.
         """
         raise NotImplementedError
 
@@ -178,7 +182,11 @@ class BaseAdmission(Word):
         raise NotImplementedError
 
     def attach(self, model: LoadedModel) -> None:
-        """Hook the loaded model; ValueError where it cannot."""
+        """Hook the loaded model.
+
+        Raises:
+            ValueError: the model is not one that it can hook.
+        """
         raise NotImplementedError
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:

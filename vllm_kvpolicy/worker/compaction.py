@@ -53,9 +53,13 @@ def merge_dropped(
     choice: Choice,
     moves: Moves,
 ) -> None:
-    """Rewrite the pool's keys and values of the survivors whose partner is gone.
+    """Rewrite keys and values of the survivors whose partner is gone.
 
     A partner that was kept after all, to fill a page, is not merged.
+
+    Args:
+        pool: the group's keys and values, mutated.
+        choice: the policy's pairs, and keys and values from before the move.
     """
     placed, inputs, merge = destinations.sources, choice.inputs, choice.decision.merge
     assert merge is not None
@@ -86,7 +90,8 @@ class Compactor:
     Args:
         requests: updated after each event.
         memory: what policies remember of survivors, true positions included.
-        layers: of the model, for their learned sinks.
+        sink_logits: returns those of its learned sinks as they are now, [L, Hq]
+            float32; None for none.
         most_tokens: by policy, most tokens per head of a batch of several events, all
             padded to the longest head among them; temporary tensors grow with that.
             Becomes less where memory is short.

@@ -114,7 +114,14 @@ def _embedding(around: Sequence[nn.Module]) -> nn.Module | None:
 
 
 def _read(embedding: Any, layer: Any) -> torch.Tensor:
-    """Return how one layer rotates, see `_row`; not at all without an embedding."""
+    """Return how one layer rotates, see `_row`.
+
+    Args:
+        embedding: None for a layer that does not rotate.
+
+    Raises:
+        ValueError: a rotary embedding of a kind that is not known.
+    """
     size = layer.head_size
     if embedding is None:
         none = torch.zeros(0, dtype=torch.float64, device=next(layer.buffers()).device)

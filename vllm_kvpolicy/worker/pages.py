@@ -31,7 +31,11 @@ class Float8:
 
     @classmethod
     def of_layers(cls, layers: Sequence[Any]) -> "Float8 | None":
-        """Return the numbers of vLLM's attention layers; None without an FP8 cache."""
+        """Return the numbers of vLLM's attention layers; None without an FP8 cache.
+
+        Args:
+            layers: in model order, all with one kind of cache, and scales per layer.
+        """
         first = layers[0]
         name = compat.FLOAT8_CACHES.get(first.kv_cache_dtype)
         if name is None:
@@ -152,7 +156,12 @@ class PagePool:
         """Return the keys or values of rows of pages, as policies read them.
 
         Of an FP8 cache they are a copy in the model's dtype, and what attention reads:
-        the rounded numbers, times the scale of their row's layer. See `PagedTokens`.
+        the rounded numbers, times the scale of their row's layer.
+
+        Args:
+            name: "keys" or "values".
+            pages: [E, L, H, C] int64; see `PagedTokens`.
+            num_tokens: T, tokens per row.
         """
         pools = self.keys if name == "keys" else self.values
         if self.float8 is None:
@@ -223,6 +232,9 @@ def check_layout(layer: object, pool: PagePool, index: int) -> None:
     """Write one token with the backend's own kernel and read it through our view.
 
     Writes the last slot of the empty cache and sets it back to zeros.
+
+    Args:
+        layer: vLLM's attention layer number `index`.
 
     Raises:
         RuntimeError: the view does not read what the backend wrote.

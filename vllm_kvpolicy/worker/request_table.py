@@ -11,9 +11,14 @@ from vllm_kvpolicy.worker.transfer import Integers
 
 
 class RequestRows:
-    """Assigns rows of tables to requests that are live at once.
+    """Assigns rows of tables to requests; the last row belongs to none.
 
-    The last row, `null_row`, belongs to none: to padding and requests without one.
+    Args:
+        num_requests: requests that may be live at once.
+
+    Attributes:
+        null_row: the row of padding and of requests without one.
+        row_of: rows by request.
     """
 
     def __init__(self, num_requests: int) -> None:
@@ -43,6 +48,9 @@ class RequestRows:
 
         Example: "a" has row 2 and "b" none; the null row is 4. The rows of the batch
         ["b", "a"], padded to three, are [4, 2, 4].
+
+        Args:
+            request_ids: in the order of the batch; what follows is padding.
         """
         rows = np.full(num_rows, self.null_row, dtype=np.int64)
         get, null = self.row_of.get, self.null_row
@@ -63,6 +71,9 @@ class RequestTable(RequestRows):
     entries vLLM's row has between those and the frontier, on the device. The last row
     belongs to no request and says "no event yet", so that requests without an event,
     padding and batches of graph capture need no branch.
+
+    Args:
+        max_global_blocks: most superblocks of survivors of one request.
     """
 
     def __init__(
@@ -91,7 +102,14 @@ class RequestTable(RequestRows):
     def numbers(
         rows: Sequence[int], events: Sequence[CompactEvent]
     ) -> dict[str, Integers]:
-        """Return what `update` needs on the device, by name: [E] and `dest` [E, D]."""
+        """Return what `update` needs on the device.
+
+        Args:
+            events: one each, with equally many destinations.
+
+        Returns:
+            By name, [E] and `dest` [E, D].
+        """
         return {
             "rows": rows,
             "dest": [event.dest_blocks for event in events],

@@ -37,7 +37,11 @@ class KVPolicyRuntime:
         self._draft: int | None = None  # pass of layers that draft, from 0
 
     def begin(self, commands: StepCommands, gone: Iterable[str]) -> None:
-        """Run the step's events, after forgetting requests that are gone."""
+        """Run the step's events; the forward pass may follow.
+
+        Args:
+            gone: requests that finished or were preempted before this step.
+        """
         self.end()  # of a step that has sampled nothing
         self.requests.drop(gone)
         for capture in self.captures:
@@ -57,7 +61,11 @@ class KVPolicyRuntime:
         self._commands = commands
 
     def build(self, metadata: Any) -> StepMetadata:
-        """Return what attention reads in a step, and let captures plan for it."""
+        """Return what the attention of a step reads, and let captures plan for it.
+
+        Args:
+            metadata: vLLM's CommonAttentionMetadata of this KV cache group.
+        """
         if self._commands is None:
             return self.tier.metadata(Step(metadata, (), NO_COMMANDS, is_real=False))
         step = Step(metadata, self.batch_request_ids(), self._commands)

@@ -74,7 +74,11 @@ class SideTables:
     def of_server(
         cls, vllm_config: Any, config: KVPolicyConfig, needs: Needs, num_heads: int
     ) -> "SideTables":
-        """Return the sizes of a worker; `needs` are those of all its policies."""
+        """Return the sizes of a worker with `num_heads` KV heads in all its layers.
+
+        Args:
+            needs: of all its policies.
+        """
         block_size = own_block_size(vllm_config)
         decisions = 4 * block_size if needs.until else 0  # an int32 for each slot
         bounds = PageSelection.page_bytes(config, vllm_config)
@@ -109,7 +113,11 @@ class SideTables:
         return sum(self.parts(num_blocks).values())
 
     def pool_blocks(self, available: int, superblock_bytes: int) -> int:
-        """Return how many superblocks fit with these tables into `available` bytes."""
+        """Return how many superblocks fit together with these tables.
+
+        Args:
+            available: bytes for the KV cache and these tables together.
+        """
 
         def total(num_blocks: int) -> int:
             return num_blocks * superblock_bytes + self.nbytes(num_blocks)
@@ -314,7 +322,11 @@ class WorkerSetup:
         )
 
     def bind(self, keys_are_columns: bool) -> KVPolicyRuntime:
-        """Build the runtime over vLLM's KV caches, and attach it to the layers."""
+        """Build the runtime over vLLM's KV caches and attach it to the layers.
+
+        Args:
+            keys_are_columns: see `worker.pages.PagePool`.
+        """
         caches = [layer.kv_cache for layer in self.layers]
         float8, value_dim = Float8.of_layers(self.layers), None
         if is_latent(self.layers[0]):
@@ -419,10 +431,13 @@ class WorkerSetup:
 def refused_for(
     policies: Mapping[str, Policy], reads: Callable[[Needs], Any] = lambda needs: True
 ) -> Iterator[None]:
-    """Add to a ValueError raised inside the names of the policies that it concerns.
+    """Add to a refusal the names of the policies that it concerns.
 
     Args:
         reads: returns from its needs whether a policy is concerned; by default all are.
+
+    Raises:
+        ValueError: the one raised inside, with the policies' names.
     """
     try:
         yield
@@ -437,7 +452,10 @@ def refused_for(
 def rope_for(
     policies: Mapping[str, Policy], model: nn.Module, layers: Sequence[Any]
 ) -> Rope | None:
-    """Return how a model's layers of full attention rotate, None if nobody asks for it.
+    """Return how layers of a model rotate, None if no policy asks for it.
+
+    Args:
+        layers: attention layers of full attention in it, in model order.
 
     Raises:
         ValueError: a rotary embedding of a kind that is not known, or that one of the

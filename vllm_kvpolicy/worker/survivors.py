@@ -16,7 +16,9 @@ from vllm_kvpolicy.worker.transfer import to_device
 
 
 class SurvivorMemory:
-    """Keeps float32 values per (layer, KV head, token right after an event), by name.
+    """Keeps values of survivors, by name, and not their keys.
+
+    They are float32 numbers per (layer, KV head, token right after an event).
 
     Values of global tokens follow the order of a request's page lists, laid end to end;
     each of its superblocks has a row that holds n * N of them. Values of local tokens
@@ -26,7 +28,9 @@ class SurvivorMemory:
     and 6. Row 9 holds the 4 values of head 0 and the first 4 of head 1, row 6 the other
     8 of head 1.
 
-    See `SideTables` for the sizes.
+    Args:
+        num_heads: n = L * H.
+        max_local_tokens: most local tokens right after an event, per head.
     """
 
     def __init__(

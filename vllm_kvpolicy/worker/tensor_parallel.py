@@ -24,7 +24,11 @@ MEETING_SECONDS = 60  # that a rank waits for those of other hosts at a start
 
 
 class TensorParallelRanks(Ranks):
-    """A tensor-parallel group of more than one rank, on the device of the model."""
+    """A tensor-parallel group of more than one rank.
+
+    Args:
+        group: of torch.distributed, on the device of the model.
+    """
 
     def __init__(self, shard: HeadShard, group: Any) -> None:
         self.shard, self.group = shard, group
@@ -91,7 +95,11 @@ def ranks_of(shard: HeadShard, device: torch.device) -> Ranks:
 def trace_name(shard: HeadShard, engine: int) -> str | None:
     """Return the name of this worker's folder in a trace; all ranks have to ask.
 
-    None for copies of heads that another rank records.
+    Args:
+        engine: index of its engine among data-parallel ones.
+
+    Returns:
+        None for copies of heads that another rank records.
     """
     if shard.size == 1:
         return run_name(engine)
@@ -104,10 +112,13 @@ def trace_name(shard: HeadShard, engine: int) -> str | None:
 
 @contextmanager
 def ends_its_rank(shard: HeadShard) -> Iterator[None]:
-    """End the process of a rank that fails alone, by SystemExit.
+    """End the process of a rank that fails alone.
 
     vLLM hears of errors of the first rank only. Another one would go on to its next
     step without what this one leaves, while the others wait for it.
+
+    Raises:
+        SystemExit: for any error inside, on ranks that vLLM does not hear.
     """
     try:
         yield

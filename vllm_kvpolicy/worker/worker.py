@@ -232,7 +232,9 @@ def layer_refusals(layers: Mapping[str, Any], cache_dtype: str) -> list[str]:
     """Return why these attention layers cannot run with a policy, one line per reason.
 
     Only what the loaded model tells; `api.guards` refuses everything else earlier.
-    `cache_dtype` is that of the KV cache as the scheduler knows it.
+
+    Args:
+        cache_dtype: of the KV cache, as the scheduler knows it.
     """
     if not layers:
         return ["no attention layers were found in the model"]
@@ -356,6 +358,9 @@ CONSTANTS = int | float | str | bool | None
 
 def traced_parts(model: nn.Module, layers: Sequence[Any]) -> list[str]:
     """Return a line for each hook, each module that hooks read, and for attention.
+
+    Args:
+        model: vLLM's model with all hooks attached.
 
     Raises:
         TypeError: compiled code would depend on something that cannot be described.

@@ -60,7 +60,10 @@ def load(path: str | Path) -> Pattern:
 
     It has `full_attention_heads.tsv`, a row of numbers from 0 to 1 for each layer, and
     `config.json` with `sink_size` and `recent_size`; see `attn_patterns` in
-    https://github.com/mit-han-lab/duo-attention at 0aef1ae. Others raise a ValueError.
+    https://github.com/mit-han-lab/duo-attention at 0aef1ae.
+
+    Raises:
+        ValueError: naming the folder, what was found and what is expected.
     """
     folder = Path(path)
     try:
@@ -136,5 +139,6 @@ class RetrievalHeads(BaseAdmission):
         self.keeps = shard.kv_heads(self.keeps, 1)
 
     def gates(self, inputs: EventInputs, token: Tensor) -> Tensor:
+        """Return [E, L, H, F], 1 in heads that keep everything; see `BaseAdmission`."""
         self.keeps = self.keeps.to(token.device)
         return self.keeps[..., None].expand(token.shape)

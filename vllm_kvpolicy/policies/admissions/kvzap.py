@@ -99,9 +99,14 @@ class Surrogate:
         return replace(self, num_kv_heads=heads, tensors=tensors)
 
     def check_model(self, model: ModelShape, hidden_size: int | None = None) -> None:
-        """Raise ValueError unless it was trained for a model of this shape.
+        """Check that the surrogate was trained for a model of this shape.
 
-        `hidden_size` are the channels of its hidden states; None leaves them out.
+        Args:
+            model: its sizes.
+            hidden_size: channels of its hidden states; None to leave them out.
+
+        Raises:
+            ValueError: naming the folder, the key of config.json, and both values.
         """
         expect(self.path, "n_modules", self.num_layers, model.num_layers)
         expect(self.path, "output_dim", self.num_kv_heads, model.num_kv_heads)
@@ -141,7 +146,11 @@ SIZES = ("n_modules", "input_dim", "output_dim")  # and hidden_dim, which may be
 def load(name: str | Path) -> Surrogate:
     """Read a surrogate from a folder, or from what has been downloaded from the hub.
 
-    There its name is such as nvidia/KVzap-mlp-Qwen3-8B. Others raise a ValueError.
+    Args:
+        name: a folder, or a name on the hub such as nvidia/KVzap-mlp-Qwen3-8B.
+
+    Raises:
+        ValueError: naming the folder, the key, and what was found and expected there.
     """
     folder = _folder(name)
     path = folder / CONFIG_FILE
@@ -185,7 +194,10 @@ ARGUMENT = "hidden_states"  # of the forward method of vLLM's attention modules
 class SurrogateScores(BaseAdmission):
     """Admits the tokens whose score is not below a threshold.
 
-    Once layers have the surrogate's tensors, its sizes alone are kept here.
+    Args:
+        surrogate: as read from a folder; once layers have its tensors, its sizes alone.
+        lowest: score that a token needs to stay.
+        exact: tokens are hidden as soon as they leave the window.
     """
 
     summary = (
@@ -254,6 +266,7 @@ class SurrogateScores(BaseAdmission):
         self.surrogate = replace(self.surrogate, tensors={})
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         is_below = self._scorers[layer].logits[: len(positions)] < self.lowest
         return Decisions(~is_below)
 
@@ -268,6 +281,9 @@ def attach_surrogate(
             states [T, d] behind the input norm.
         scores: [step_tokens, H] float32, written.
         linears: see `surrogate_scores`.
+
+    Raises:
+        ValueError: its forward method takes no hidden states.
     """
     arguments = list(inspect.signature(attention.forward).parameters)
     if ARGUMENT not in arguments:

@@ -107,7 +107,10 @@ class Gates(LayerFile):
     def check_model(self, flavour: str, rope_theta: float, **sizes: int) -> None:
         """Check that the gates were trained for a model of this kind; raises as `fits`.
 
-        `flavour` is its type; see `sizes_of`.
+        Args:
+            flavour: type of the model.
+            rope_theta: base of its rotary embedding.
+            **sizes: see `sizes_of`.
         """
         self.fits(**sizes)
         if self.flavour:
@@ -161,7 +164,10 @@ def load(path: str | Path) -> Gates:
     the header.
 
     A released file says neither window nor threshold: it gets those of the paper, which
-    `dataclasses.replace` changes. Others raise a ValueError.
+    `dataclasses.replace` changes.
+
+    Raises:
+        ValueError: naming the file, the key, and what was found and expected there.
     """
     is_released = Path(path).suffix.lower() == ".pt"
     gates = _load_released(path) if is_released else _load_ours(path)
@@ -244,9 +250,12 @@ def _read_pickle(path: str | Path) -> dict[str, Tensor]:
 
 
 class WriteGates(BaseAdmission):
-    """Admits the tokens whose trained gate is above a threshold, by default the file's.
+    """Admits the tokens whose trained gate is above a threshold.
 
-    Where it is `exact` tokens decide while they are computed.
+    Args:
+        gates: as read from a file.
+        threshold: the paper's tau; None for the file's.
+        exact: tokens decide while they are computed.
     """
 
     summary = "trained gates choose which tokens stay when they leave the recent window"
@@ -321,6 +330,7 @@ class WriteGates(BaseAdmission):
         ]
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
+        """Return [T, H] decisions of the tokens themselves; see `BaseAdmission`."""
         assert self._rope is not None  # `needs` says so
         # One event of one layer, [1, 1, H, T, D].
         keys = PagedTokens.from_dense(key.transpose(0, 1)[None, None])

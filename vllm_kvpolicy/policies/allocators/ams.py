@@ -130,8 +130,12 @@ PRESETS: dict[str, dict[str, Any]] = {
 class AMSConfig(AMSOptions):
     """Parameters of AMS: the word's options, with the tokens that `select` keeps.
 
-    Those are the first `sinks` and the newest `recent` ones of a row; servers have
-    flags for them.
+    Args:
+        sinks: first tokens of a row that `select` always keeps; a server has a flag.
+        recent: newest tokens of a row that `select` always keeps; likewise.
+
+    Raises:
+        ValueError: a field outside its range.
     """
 
     sinks: int = Field(DEFAULT_SINKS, ge=0)

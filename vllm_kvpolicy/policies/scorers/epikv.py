@@ -89,8 +89,13 @@ class MixScorer(BaseScorer):
     """Scores a token once, by signals measured while it was computed, for all heads.
 
     Prompt tokens that nobody protects get the highest score of their request, at
-    least 0, unless `scores_prompt`: then all but the first, which has no step, are
-    scored as generated ones.
+    least 0, unless they are scored, too.
+
+    Args:
+        mix: what counts.
+        stat_window: tokens in the rolling statistics.
+        scores_prompt: score prompt tokens as generated ones, all but the first, which
+            has no step.
     """
 
     summary = "change of the hidden state while the token was computed"
@@ -219,6 +224,7 @@ class LagScorer(BaseScorer):
         self.chunk = chunk
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32, the same for all layers and heads."""
         valid = inputs.valid
         spread = lag_spread(inputs.given("keys"), valid, self.chunk)
         spread = spread + lag_spread(inputs.given("values"), valid, self.chunk)
@@ -267,11 +273,15 @@ def best_of_segments(
     first share, those up to two thirds (rounded down) the second, others the third.
 
     Args:
-        score, variance: [R, T] floating point.
+        score: [R, T] floating point.
+        variance: [R, T] floating point.
         older: [R, T] bool, tokens in segments: True up to some point, then False.
         free: [R, T] bool, tokens that need to be chosen in order to stay.
         segment: tokens per segment.
         shares: three numbers of tokens, see above.
+
+    Returns:
+        [R, T] bool.
     """
     num_tokens = score.shape[-1]
     segment = min(segment, num_tokens)

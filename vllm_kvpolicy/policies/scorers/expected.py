@@ -108,8 +108,10 @@ def turn_ahead(
 ) -> tuple[Tensor, Tensor]:
     """Return the average rotation of each query to positions after the window.
 
-    The model's scaling is in the queries already; the W of the window are consecutive,
-    the newest is last.
+    Args:
+        rope: the model's rotary embedding; its scaling is in the queries already.
+        num_queries: W, queries of the window; they are consecutive, the newest is last.
+        num_future: N, positions averaged over.
 
     Returns:
         [K, W, D] float32 each, by which each channel and the other one of its pair are

@@ -32,6 +32,7 @@ class H2OScorer(BaseScorer):
     Options = WindowOptions
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32; what a token got from queries, never less."""
         usage = measured(usage)
         num_heads = inputs.lengths.shape[2]
         mean = usage.mean.unflatten(2, (num_heads, -1)).sum(3)

@@ -22,4 +22,5 @@ class KeyDiffScorer(BaseScorer):
     needs = Needs(keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32 in [-1, 1]."""
         return -paged_cosines(inputs.paged("keys"), inputs.lengths)

@@ -22,4 +22,5 @@ class KnormScorer(BaseScorer):
     needs = Needs(keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32, never positive."""
         return -paged_norms(inputs.paged("keys"), inputs.lengths)

@@ -43,6 +43,7 @@ class LagKVScorer(BaseScorer):
     needs = Needs(keys=True, values=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32 in [0, 1]."""
         sinks = leading_run(inputs.must_keep).sum(-1, keepdim=True)
         token = torch.arange(inputs.must_keep.shape[-1], device=sinks.device)
         age, held = token - sinks, inputs.lengths[..., None] - sinks

@@ -33,6 +33,7 @@ class RandomScorer(BaseScorer):
         self.first_head = shard.first_kv_head
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32, uniform in [0, 1)."""
         num_layers, num_heads, num_tokens = inputs.must_keep.shape[1:]
         device = inputs.lengths.device
         layer = torch.arange(num_layers, device=device)[:, None, None]

@@ -57,6 +57,7 @@ class RKVScorer(BaseScorer):
         )
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32; the newest tokens get the highest."""
         size, keys = self.needs.window_tokens, inputs.given("keys")
         is_older = older_tokens(inputs, size)
         attention = map_windows(_attention, inputs, size, is_older)

@@ -51,6 +51,7 @@ class RPCScorer(BaseScorer):
         )
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32; prompt and newest tokens get the highest."""
         size = self.needs.window_tokens
         measured = older_tokens(inputs, size) & ~leading_run(inputs.must_keep)
         received = map_windows(_received, inputs, size, measured)

@@ -31,6 +31,7 @@ class SnapKVScorer(BaseScorer):
     Options = PoolOptions
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32, zero on padding."""
         usage = measured(usage)
         mean = mean_over_group(usage.mean, inputs.lengths.shape[2])
         return pooled_usage(mean, usage.lengths, usage.window, self.options.pool_kernel)

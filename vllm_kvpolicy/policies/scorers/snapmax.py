@@ -47,6 +47,7 @@ class SnapMaxScorer(BaseScorer):
         )
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32; tokens that are not scored get the highest."""
         size = self.needs.window_tokens
         held = inputs.valid if inputs.candidates is None else inputs.candidates
         measured = held & ~inputs.must_keep & older_tokens(inputs, size)

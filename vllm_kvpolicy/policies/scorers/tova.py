@@ -34,6 +34,7 @@ class TovaScorer(BaseScorer):
     needs = Needs(usage=True, keys=True)
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
+        """Score [E, L, H, T] float32; heads differ only in where they end."""
         usage = measured(usage)
         score = cross_head_mean(usage.last, inputs.ranks)
         position = torch.arange(score.shape[-1], device=score.device)

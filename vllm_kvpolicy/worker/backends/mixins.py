@@ -92,7 +92,8 @@ class KVPolicyMetadataBuilderMixin:
     def folded_layer(self, built: Any, batch: FoldedBatch, **changes: Any) -> Any:
         """Return stock metadata of one layer over a folded batch.
 
-        `changes` are fields that the backend has in addition to the common ones.
+        Args:
+            **changes: fields that the backend has in addition to the common ones.
         """
         return replace(
             built,

@@ -75,7 +75,11 @@ class QueryWindows(Capture):
         self.pool = pool
 
     def plan(self, step: Step) -> None:
-        """Note the rows of each token; KeyError for a request not in the batch."""
+        """Note which rows of a window each token of the step goes to.
+
+        Raises:
+            KeyError: a command names a request that is not in the batch.
+        """
         if not step.commands.captures:
             return
         query_start = step.metadata.query_start_loc_cpu.numpy()
@@ -144,7 +148,11 @@ class QueryWindows(Capture):
             self.pool.clear(to_device(blocks, self.targets.device))
 
     def queries(self, rows: torch.Tensor, window_tokens: int) -> torch.Tensor:
-        """Return [E, L, Hq, W, D] queries, newest last, of rows [E, W * G] int64."""
+        """Return [E, L, Hq, W, D] queries, newest last.
+
+        Args:
+            rows: [E, W * G] int64, where the parts of each window are; see `numbers`.
+        """
         saved = self.pool.vectors.index_select(1, rows.flatten())
         saved = saved.flatten(1).view(self.pool.dtype)
         shape = (len(saved), len(rows), window_tokens, -1, self.pool.head_dim)

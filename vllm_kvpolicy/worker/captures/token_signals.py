@@ -84,6 +84,9 @@ class TokenSignals(Capture):
     The output of a layer at a request's last token is kept for its next step, so that
     chunks of a prompt do not matter.
 
+    Args:
+        model: which it measures once it is attached.
+
     Raises:
         ValueError: a signal of layers that the model does not have.
     """
@@ -131,7 +134,11 @@ class TokenSignals(Capture):
         self._plan: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Hook the model, not yet compiled or captured; ValueError for others."""
+        """Hook the model; before it is compiled or captured.
+
+        Raises:
+            ValueError: its decoder layers cannot be found.
+        """
         found = decoder_layers(model, self.num_layers) if self._steps else ()
         for layer, step in self._steps.items():
             found[layer].add_module("kv_policy_step", step)

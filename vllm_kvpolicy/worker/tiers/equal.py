@@ -21,7 +21,11 @@ from vllm_kvpolicy.worker.transfer import Integers, to_device
 
 
 class PhysicalTables:
-    """Block tables and lengths of a batch by what its rows hold, not by position."""
+    """Block tables and lengths of a batch by what its rows hold, not by position.
+
+    Args:
+        num_rows: most rows of a batch, padding included.
+    """
 
     def __init__(self, requests: RequestTable, num_rows: int, num_columns: int) -> None:
         self.requests = requests

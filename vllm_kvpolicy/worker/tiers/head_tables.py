@@ -115,7 +115,9 @@ class HeadTables:
     def most(self, rows: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
         """Return [R] upper bounds on the pages of each request's lists; does not wait.
 
-        `otherwise` [R] are bounds for requests whose last update is still running.
+        Args:
+            rows: [R] rows of the table.
+            otherwise: [R] bounds for requests whose last update is still running.
         """
         here = [row for row, (values, _) in self._arriving.items() if values.is_here()]
         self.counts(here)
@@ -172,7 +174,11 @@ class FoldedBatch:
         return len(self.query_start) - 1 if self.order is None else len(self.order)
 
     def of_layer(self, layer: int, query: torch.Tensor) -> "FoldedBatch":
-        """Return what one layer reads: all that is held, whatever its queries."""
+        """Return what one layer reads: all that is held.
+
+        Args:
+            query: [T, Hq, D] model dtype, post-RoPE.
+        """
         return replace(self, tables=self.tables[layer], lengths=self.lengths[layer])
 
 
@@ -357,7 +363,9 @@ def fold_order(
     its row, so its heads have places 0 and 1. Row 1 has places 2 to 5: head 0 of tokens
     1 and 2 at 2 and 3, head 1 at 4 and 5. The result is [0, 1, 2, 4, 3, 5].
 
-    Takes what `fold_starts` does.
+    Args:
+        starts: [R + 1] int32, first token of each row.
+        head: [H] int32, 0 to H - 1.
     """
     token = torch.arange(num_tokens, dtype=torch.int32, device=starts.device)
     row = torch.searchsorted(starts, token, right=True) - 1

@@ -54,7 +54,11 @@ class SelectedBatch:
     scored: torch.Tensor
 
     def of_layer(self, layer: int, query: torch.Tensor) -> FoldedBatch:
-        """Return what one layer reads, by its queries [T, Hq, D] model dtype."""
+        """Return what one layer reads.
+
+        Args:
+            query: [T, Hq, D] model dtype, post-RoPE.
+        """
         width = -(-self.folded.max_length // self.block_size)
         tables = self.folded.tables[layer, :, :width]
         if self.rows is not None:

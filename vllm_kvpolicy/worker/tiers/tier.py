@@ -67,7 +67,12 @@ class EventAnswer:
 
 
 class Tier(ABC):
-    """Lays out the survivors of a server's requests."""
+    """Lays out the survivors of a server's requests.
+
+    Args:
+        requests: superblocks and frontiers by request.
+        pool: the pages of the KV cache.
+    """
 
     def __init__(self, requests: RequestTable, pool: PagePool) -> None:
         self.requests, self.pool = requests, pool
@@ -75,7 +80,12 @@ class Tier(ABC):
 
     @abstractmethod
     def clear(self, rows: Sequence[int], index: torch.Tensor) -> None:
-        """Forget what rows held; `index` [E] int64 are the same, on the device."""
+        """Forget what rows of the table held; new requests take them over.
+
+        Args:
+            rows: the rows, on the host.
+            index: [E] int64, the same on the device.
+        """
 
     @abstractmethod
     def starts(self, index: torch.Tensor) -> torch.Tensor:
@@ -103,16 +113,25 @@ class Tier(ABC):
 
     @abstractmethod
     def quota(self, batch: Batch, keep: torch.Tensor) -> torch.Tensor:
-        """Round a choice [E, n, T] to whole global pages of each head, [E, n] int64."""
+        """Round a choice to whole pages.
+
+        Args:
+            keep: [E, n, T] bool, tokens that the policy chose.
+
+        Returns:
+            [E, n] int64 global pages of each head after the event.
+        """
 
     @abstractmethod
     def assign(self, batch: Batch, quota: torch.Tensor) -> PageLists:
         """Return which pages of the destinations each head gets, pages [E, C]."""
 
     def commit(self, batch: Batch, lists: PageLists) -> EventAnswer | None:
-        """Remember the pages of a batch, whose survivors are there; say how many.
+        """Remember the pages of a batch, once its survivors are there.
 
-        None where heads always fill their superblocks.
+        Returns:
+            How many they are. None where heads always fill their superblocks, from
+            which their pages follow.
         """
         return None
 
@@ -130,7 +149,11 @@ class Tier(ABC):
 
     @abstractmethod
     def warm_up(self, num_columns: int) -> None:
-        """Run the kernels of a step on a dummy batch, so that they are compiled."""
+        """Run the kernels of a step on a dummy batch, so that they are compiled.
+
+        Args:
+            num_columns: of vLLM's block table.
+        """
 
 
 def padded(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

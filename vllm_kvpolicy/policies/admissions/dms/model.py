@@ -97,7 +97,10 @@ def load(path: str | Path) -> DmsAdapter:
 
     Ours are safetensors with the other fields of `DmsAdapter` as text in the header. A
     checkpoint is a folder with the whole model, of which the adapter's tensors alone
-    are read, as float32. Neither can run code. Others raise a ValueError.
+    are read, as float32. Neither can run code.
+
+    Raises:
+        ValueError: naming the file, the key, and what was found and expected there.
     """
     if Path(path).is_dir():
         adapter, per_layer = _load_folder(Path(path))
@@ -265,7 +268,12 @@ def _metadata_file(model: str, revision: str | None) -> Path | None:
 def rule_of_metadata(model: str, revision: str | None = None) -> DmsRule | None:
     """Return the rule of a model's `dms_metadata.json`, None if there is none.
 
-    A model is a folder, or a name on the hub of which the file has been downloaded.
+    Args:
+        model: a folder, or a name on the hub, of which the file has been downloaded.
+        revision: of a name on the hub.
+
+    Raises:
+        ValueError: the file cannot be read.
     """
     path = _metadata_file(model, revision)
     if path is None:
@@ -293,7 +301,12 @@ def rule_of_model(model_config: Any) -> DmsRule | None:
 
 
 def rule_for(model_config: Any, adapter: DmsAdapter | None, options: Any) -> DmsRule:
-    """Return how decisions are read, of a model or an adapter; options go first.
+    """Return how decisions are read from a model, and what follows from them.
+
+    Args:
+        model_config: vLLM's ModelConfig.
+        adapter: decides in place of the model.
+        options: of the word, which have the last word.
 
     Raises:
         ValueError: the model has no decisions, and there is no adapter; or it borrows

@@ -166,6 +166,7 @@ class DelayedEviction(BaseAdmission):
             attach_adapter(layer, self._logits[index], own, epsilon)
 
     def decisions(self, layer: int, key: Tensor, positions: Tensor) -> Decisions:
+        """Return [T, H] decisions on the tokens before; see `BaseAdmission`."""
         logits = self._logits[layer][: len(positions)]
         if self.rule.per_layer:
             logits = logits[:, :1].expand_as(logits)
@@ -184,10 +185,14 @@ def attach_borrowed(
     Args:
         attention: vLLM's attention module of a decoder layer: projections and, as
             `attn`, the attention layer.
+        rule: which channel.
         logits: [step_tokens, H] float32, what is taken; scale and offset are not
             applied.
         num_heads: Hq, query heads.
         dtype: of the model.
+
+    Raises:
+        ValueError: not a module that is known.
     """
     if not hasattr(attention, "qkv_proj") or not hasattr(attention, "attn"):
         raise ValueError(
