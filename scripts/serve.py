@@ -22,7 +22,7 @@ from setup_env import ROOT, VENV, choose_lock
 PACKAGED_MODEL = "reasoner/checkpoint"
 PACKAGED_NAME = "reasoner"
 PRETRAINED_NAME = "smollm2"
-CPU_KV_CACHE_BYTES = 512 * 1024**2
+POOL, CPU_KV_CACHE_BYTES = "--kv-cache-memory-bytes", 512 * 1024**2
 MAX_MODEL_TOKENS = 4096
 MIN_INTERVAL = 64  # tokens between events, so that a short answer has some
 POLL_SECONDS = 0.5
@@ -86,9 +86,15 @@ def build_command(options: argparse.Namespace, device: str) -> list[str]:
         command += ["--max-model-len", str(MAX_MODEL_TOKENS)]
     if device == "cpu":
         # Eager: compiling costs more seconds at start than a small model gains.
-        command += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES)]
+        if POOL not in flags_among(options.extra):
+            command += [POOL, str(CPU_KV_CACHE_BYTES)]
         command += ["--enforce-eager"]
     return command + options.extra
+
+
+def flags_among(extra: list[str]) -> set[str]:
+    """Return the names of flags; vLLM takes them in both spellings."""
+    return {word.partition("=")[0].replace("_", "-") for word in extra}
 
 
 def choose_dtype(options: argparse.Namespace, device: str) -> None:
@@ -99,7 +105,7 @@ def choose_dtype(options: argparse.Namespace, device: str) -> None:
     """
     from vllm_kvpolicy.compat import multiplies_bfloat16
 
-    given = {word.partition("=")[0] for word in options.extra}
+    given = flags_among(options.extra)
     if device != "cpu" or options.model == PACKAGED_MODEL:
         return
     if given.isdisjoint(("--dtype", "--config")) and not multiplies_bfloat16():
@@ -155,7 +161,7 @@ def choose_budget(options: argparse.Namespace) -> None:
     """Let the pool decide about the budget, unless BUDGET or ARGS say otherwise."""
     from vllm_kvpolicy.config import KVPolicyConfig
 
-    given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
+    given = flags_among(options.extra)
     has_file = given & {"--additional-config", "--config"}
     if options.budget or not has_policy(options) or has_file:
         return
@@ -168,7 +174,7 @@ def choose_budget(options: argparse.Namespace) -> None:
 
 def choose_page(options: argparse.Namespace) -> None:
     """Show the live page beside a policy, unless something says otherwise."""
-    given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
+    given = flags_among(options.extra)
     said = given & {"--kv-live", "--additional-config", "--config"}
     if said or "VLLM_KV_LIVE" in os.environ or not has_policy(options):
         return
@@ -217,7 +223,7 @@ def choose_gates(options: argparse.Namespace) -> None:
     Args:
         options: the parsed command line of this script, whose model is as it was named.
     """
-    given = {word.partition("=")[0].replace("_", "-") for word in options.extra}
+    given = flags_among(options.extra)
     name = PACKAGED_NAME if options.model == PACKAGED_MODEL else options.model
     found = GATES.get((name, options.policy.partition("+")[0]))
     if found and not given & {"--kv-policy-config", "--additional-config"}:
@@ -272,7 +278,7 @@ def check_model(model: str, extra: list[str]) -> None:
             f"MODEL: no model in {PACKAGED_MODEL}: name one with MODEL=, or train it "
             "(see reasoner/)"
         )
-    flags = {word.partition("=")[0].replace("_", "-") for word in extra}
+    flags = flags_among(extra)
     # Addresses, as s3://bucket/model, and files of a repository, as name:Q4_K_M.
     if ":" in model or flags & set(ELSEWHERE) or uses_modelscope():
         return

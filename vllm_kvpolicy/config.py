@@ -354,8 +354,9 @@ class KVPolicyConfig:
         for key in values:
             if key not in VALID_KEYS:
                 raise ValueError(
-                    f"{CONFIG_KEY}: got the unknown key {shown(key)}, expected one of "
-                    f"{', '.join(VALID_KEYS)}{nearest(str(key), VALID_KEYS)}"
+                    f"{CONFIG_KEY}: got the unknown key {shown(key)}"
+                    f"{nearest(str(key), VALID_KEYS)}, expected one of "
+                    f"{', '.join(VALID_KEYS)}"
                 )
         given = {key: value for key, value in values.items() if value is not None}
         given = with_server_options(given)
@@ -549,7 +550,7 @@ def _check_known(options: Mapping[str, Any], policies: Iterable[str]) -> None:
     for key in options:
         if key not in known:
             raise ValueError(
-                f"kv_policy_config: got the unknown key {shown(key)}, expected a key "
-                f"of {names} ({listed}), or "
-                f"{', '.join(SERVER_OPTIONS)}{nearest(key, [*known, *SERVER_OPTIONS])}"
+                f"kv_policy_config: got the unknown key {shown(key)}"
+                f"{nearest(key, [*known, *SERVER_OPTIONS])}, expected a key of {names} "
+                f"({listed}), or {', '.join(SERVER_OPTIONS)}"
             )

@@ -32,10 +32,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """Return a question about the known word that a wrong one is like, or nothing.
 
     >>> nearest("intervall", ["budget", "interval"])
-    "; did you mean 'interval'?"
+    " (did you mean 'interval'?)"
     """
     found = difflib.get_close_matches(word, known, n=1, cutoff=0.75)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    return f" (did you mean {found[0]!r}?)" if found else ""
 
 
 def wrong(key: str, value: Any, expected: str) -> ValueError:

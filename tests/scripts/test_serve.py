@@ -116,6 +116,9 @@ def test_variables_reach_the_command():
     assert "serve some/model " in words and "--served-model-name some/model" in words
     assert "--kv-policy snapkv --kv-budget 256 --kv-interval 32" in words
     assert "--port 9" in words and words.endswith("--max-num-seqs 4")
+    # vLLM warns of a flag that comes twice.
+    pools = command(), command("--", "--kv_cache_memory_bytes", "6")
+    assert [words.count("memory") for words in pools] == [1, 1]
     # An interval that was left out holds the window of the policy.
     assert "--kv-interval 64" in command("--policy", "tova")
 
@@ -193,7 +196,7 @@ def test_a_bad_model_is_one_sentence(model, told, monkeypatch, capsys):
     [
         (["--budget", "2"], "BUDGET: got 2, expected at least 68 tokens"),
         (["--interval", "x"], "INTERVAL: got 'x', expected an integer"),
-        (["--policy", "tva"], "POLICY: got 'tva', expected "),
+        (["--policy", "tva"], "POLICY: got 'tva' (did you mean 'tova'?), expected "),
         (["--", "--kv-budget", "x"], "ARGS: argument --kv-budget: .* got 'x'"),
     ],
 )

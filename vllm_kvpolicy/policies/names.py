@@ -416,8 +416,8 @@ def parse(name: str, key: str = "kv_policy") -> PolicyInfo:
 
 def _unknown(name: str, key: str, part: str) -> ValueError:
     """Return the error of a name of which a part is no policy."""
-    expected = f"{grammar()}{nearest(part, parts())}"
-    return ValueError(f"{key}: got {shown(name)}, expected {expected}")
+    question = nearest(part, parts())
+    return ValueError(f"{key}: got {shown(name)}{question}, expected {grammar()}")
 
 
 def _check_options(info: PolicyInfo, key: str) -> None:
@@ -483,8 +483,8 @@ def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
         if key not in known:
             valid = ", ".join(known) or "none"
             raise ValueError(
-                f"kv_policy_config: got the unknown key {key!r}, expected a key of "
-                f"{info.name!r} ({valid}){nearest(key, known)}"
+                f"kv_policy_config: got the unknown key {key!r}{nearest(key, known)}, "
+                f"expected a key of {info.name!r} ({valid})"
             )
     values = {**_preset(info, given), **given}
     own = {}
