@@ -12,8 +12,8 @@ and later sizes are that set's.
 
 Source: Hard-KV, Problem 1, Constraint 1 and Cautious Update, as the paper has them; its
 code, https://github.com/SuDIS-ZJU/HARDInfer, keeps equally many in all heads.
-Deviations of the defaults: no temperatures (theirs are found at a request's first event
-and reused): a top-p set of the calibrated distribution is the first K_w in the method's
+Deviations: no temperatures by default (theirs are found at a request's first event and
+reused): a top-p set of the calibrated distribution is the first K_w in the method's
 order, so sizes come from raw attention, at every event, and the order from the scorer.
 One order for all rows makes the union as long as the largest K_w and votes fall with
 rank; with `order` "attention" each row has its own.
@@ -21,9 +21,9 @@ W is 32, not 128. K is a mean over heads, not a cap on each, and the bounds are 
 paper's two thresholds: `upper` 4 is how far the widest head exceeds the mean in the
 profile of the paper's P3 and code (twice in appendix B.2), `lower` the inverse (AdaKV
 protects 0.2).
-Deviations of the preset "paper", which has their temperatures, window and cap: the
-scorer gives one row of scores per head, so votes fall with rank; Solution 2's f for all
-scorers (theirs has Solution 1 for SnapKV and H2O); no sparse tier.
+The preset "paper" has their temperatures, window and cap. It still differs: the scorer
+gives one row of scores per head, so votes fall with rank; Solution 2's f for all scorers
+(theirs has Solution 1 for SnapKV and H2O); no sparse tier.
 """
 
 from typing import Literal
