@@ -22,11 +22,10 @@ from benchmarks import provenance
 from benchmarks.accuracy.client import Asked, Client
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError, sampled
-from benchmarks.printing import cell, log, table
-from benchmarks.rounds import RUNNING
+from benchmarks.printing import log, report
+from benchmarks.rounds import RUNNING, ratios_to, summarise
 from benchmarks.server import EngineSettings, Server, running
 from benchmarks.serving import PACKAGED_MODEL
-from benchmarks.stats import median_ratio
 from benchmarks.workload import NULL_BLOCKS, block_bytes
 from vllm_kvpolicy.commands.outputs import new_file, new_folder
 from vllm_kvpolicy.compat import COUNTING_CLASSES
@@ -38,21 +37,19 @@ WAITING, USAGE = "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
 PREEMPTIONS = "vllm:num_preemptions_total"
 SETTLE_SECONDS = 30.0
 WARM_UP_TOKENS = 32
-TARGET, MOST_KEPT = 1.5, 0.4
-"""Requests at once over stock's that are asked for, at this kept fraction or less."""
 COLUMNS = {
     "mean_running": ".2f",
     "most_running": ".0f",
     "preemptions": ".0f",
     "output_tok_s": ".1f",
     "steps": ".0f",
-    "held_tokens": ".0f",
+    "held_blocks": ".2f",
     "kept_fraction": ".3f",
     "right": ".0f",
-    "blocks_left": ".0f",
+    "usage_left": ".3f",
 }
-"""Column of a round -> how it is printed."""
-RATIOS = ("mean_running", "most_running", "output_tok_s", "held_tokens")
+"""Column of a round -> how its median is printed."""
+RATIOS = ("mean_running", "most_running", "output_tok_s", "held_blocks")
 
 Row = dict[str, Any]
 
@@ -162,10 +159,10 @@ def figures(
         `mean_running`: requests in a step, mean over the steps between the first and
         the last sample in which a request waits, None with less than two of them;
         `most_running`: as sampled; `preemptions`, `steps`; `output_tok_s`;
-        `held_tokens`: KV tokens per head that the blocks of a running request have room
-        for, mean over steps and requests, in blocks: `held_blocks`; `kept_fraction`: of
-        the tokens that left the window, None without events; `right`: answers;
-        `output_tokens`, `seconds`; `blocks_left`: share of the pool at the end.
+        `held_blocks`: of a running request, mean over steps and requests;
+        `kept_fraction`: of the tokens that left the window, None without events;
+        `right`: answers; `output_tokens`, `seconds`; `usage_left`: share of the pool
+        that is held at the end.
     """
     first, last = samples[0], samples[-1]
 
@@ -191,75 +188,8 @@ def figures(
         "right": sum(line["correct"] for line in lines),
         "output_tokens": tokens,
         "seconds": seconds,
-        "blocks_left": last[USAGE],
+        "usage_left": last[USAGE],
     }
-
-
-def in_units(row: Row, args: argparse.Namespace) -> Row:
-    """Return a round with `blocks_left` in blocks and `held_tokens` beside blocks."""
-    usable = args.blocks - NULL_BLOCKS
-    return row | {
-        "blocks_left": round(row["blocks_left"] * usable),
-        "held_tokens": row["held_blocks"] * args.block_size,
-    }
-
-
-def summarise(rows: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Return ratios of the policy to stock over all rounds.
-
-    Args:
-        rows: by server, pair by pair.
-
-    Returns:
-        `ratios`: of the policy to stock, by column of RATIOS: `median`, `low`, `high`
-        (smallest and largest pair); `kept_fraction`: the largest of a round;
-        `blocks_left`: of all rounds together; `meets_target`: whether the smallest
-        ratio of mean running requests reaches TARGET, with no more than MOST_KEPT kept
-        and nothing left.
-    """
-    ratios = {}
-    for name in RATIOS:
-        ours, theirs = ([row[name] for row in rows[key]] for key in (POLICY, STOCK))
-        if None in ours or None in theirs:
-            raise ValueError(
-                f"{name}: a round in which no request waited; expected fewer --blocks "
-                "or more --problems"
-            )
-        ratio = median_ratio(ours, theirs)
-        low, high = min(ratio.ratios), max(ratio.ratios)
-        ratios[name] = {"median": ratio.median, "low": low, "high": high}
-    kept = max(row["kept_fraction"] for row in rows[POLICY])
-    left = sum(row["blocks_left"] for some in rows.values() for row in some)
-    is_enough = ratios["mean_running"]["low"] >= TARGET and kept <= MOST_KEPT
-    return {
-        "ratios": ratios,
-        "kept_fraction": kept,
-        "blocks_left": left,
-        "meets_target": is_enough and not left,
-    }
-
-
-def report(rows: Mapping[str, Sequence[Row]], summary: Mapping[str, Any]) -> str:
-    """Return the tables that a run prints."""
-    rounds = [
-        [name, str(number), *(cell(row[key], form) for key, form in COLUMNS.items())]
-        for name, some in rows.items()
-        for number, row in enumerate(some, 1)
-    ]
-    ratios = [
-        [name, f"{r['median']:.2f} ({r['low']:.2f} to {r['high']:.2f})"]
-        for name, r in summary["ratios"].items()
-    ]
-    verdict = "met" if summary["meets_target"] else "missed"
-    return "\n\n".join(
-        [
-            table(["server", "round", *COLUMNS], rounds),
-            table([f"{POLICY} / {STOCK}", "median (range of the pairs)"], ratios),
-            f"At most {summary['kept_fraction']:.3f} of the tokens leaving the window "
-            f"kept, {summary['blocks_left']} blocks in use at the end. Target (each "
-            f"pair at least {TARGET} x at {MOST_KEPT} or less, none left): {verdict}",
-        ]
-    )
 
 
 def run(args: argparse.Namespace, log_folder: Path) -> Iterator[dict[str, Any]]:
@@ -279,10 +209,10 @@ def run(args: argparse.Namespace, log_folder: Path) -> Iterator[dict[str, Any]]:
         for number in range(args.pairs):
             asked = asked_of(args, number)
             for name in list(servers)[:: 1 if number % 2 else -1]:
-                row = in_units(measure(servers[name], asked, args.max_tokens), args)
+                row = measure(servers[name], asked, args.max_tokens)
                 rows[name].append(row)
                 log(f"pair {number + 1}/{args.pairs}: {name} {row}")
-            yield record | {"rounds": rows, **summarise(rows)}
+            yield record | {"rounds": rows}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -295,7 +225,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.out:
             text = json.dumps(record, indent=2) + "\n"
             args.out.write_text(text, encoding="utf-8")
-    print(report(record["rounds"], record))
+    rows = record["rounds"]
+    every = [row for some in rows.values() for row in some]
+    known = [name for name in RATIOS if all(row[name] is not None for row in every)]
+    ratios = ratios_to(rows, [(POLICY, STOCK)], known, args.seed)
+    medians = {name: summarise(some) for name, some in rows.items()}
+    print(report(medians, ratios, COLUMNS))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from statistics import fmean, median
 from typing import Any
 
+from benchmarks import provenance
 from benchmarks.columns import COUNTERS, SERVER_MEANS_MS
 from benchmarks.load import Completion
 from benchmarks.printing import log
@@ -108,9 +110,15 @@ def _settled_metrics(
 
 
 def compare(
-    servers: Mapping[str, Server], workload: Requests, pairs: int
+    servers: Mapping[str, Server],
+    workload: Any,
+    pairs: int,
+    play: Callable[[Server, Any, int], Row] = measure,
 ) -> dict[str, list[Row]]:
     """Warm up, then time the servers in turn.
+
+    Args:
+        play: plays a round of the workload on a server.
 
     Returns:
         Server name -> one row per pair.
@@ -120,7 +128,7 @@ def compare(
     for number in range(pairs + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            row = measure(servers[name], workload, number)
+            row = play(servers[name], workload, number)
             timed = number != WARM_UP_ROUND
             log(
                 f"{f'pair {number}/{pairs}' if timed else 'warm-up'}: {name} "
@@ -162,4 +170,35 @@ def ratios_to(
             for column in columns
         }
         for policy, baseline in comparisons
+    }
+
+
+def recorded(
+    arguments: Mapping[str, Sequence[str]],
+    pools: Mapping[str, Row],
+    rows: Mapping[str, Sequence[Row]],
+    ratios: Mapping[str, Mapping[str, Ratio]],
+) -> dict[str, Any]:
+    """Return what a record says of the servers, and of their ratios.
+
+    Args:
+        arguments: server -> those of `vllm serve`.
+        pools: server -> see `Server.pool`.
+        rows: server -> one row per pair.
+        ratios: see `ratios_to`.
+    """
+    return {
+        "servers": {
+            name: {
+                "arguments": [*map(provenance.redacted, arguments[name])],
+                **pools[name],
+                "median": summarise(some),
+                "rounds": some,
+            }
+            for name, some in rows.items()
+        },
+        "ratios": {
+            name: {column: asdict(ratio) for column, ratio in row.items()}
+            for name, row in ratios.items()
+        },
     }

@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks import packed, provenance
 from benchmarks.caching_scenarios import CACHING_SCENARIOS, Prefixes, Turns
 from benchmarks.printing import log, report
-from benchmarks.rounds import compare, ratios_to, summarise
+from benchmarks.rounds import compare, ratios_to, recorded, summarise
 from benchmarks.scarce_scenario import SCARCE_SCENARIOS, Scarce
 from benchmarks.scenarios import SCENARIOS, Scenario
 from benchmarks.server import running
@@ -105,38 +105,25 @@ def run(scenario: AnyScenario, model: Path, log_folder: Path) -> dict[str, Any]:
             servers.pop(name).stop()
         pools = {name: server.pool() for name, server in servers.items()}
         rows = compare(servers, workload, scenario.pairs)
-    summaries = {name: summarise(of_server) for name, of_server in rows.items()}
     ratios = ratios_to(
         rows,
         [pair for pair in scenario.comparisons if {*pair} <= {*rows}],
         scenario.ratio_columns,
         scenario.seed,
     )
-    with_pools = {name: row | pools[name] for name, row in summaries.items()}
+    with_pools = {name: summarise(some) | pools[name] for name, some in rows.items()}
     print(report(with_pools, ratios, scenario.columns, failures))
     return record | {
         "scenario": asdict(scenario),
         "prompt_tokens": workload.prompt_tokens,
         "verified": passed,
-        "servers": {
-            name: {
-                "arguments": [*map(provenance.redacted, arguments[name])],
-                **pools[name],
-                "median": summaries[name],
-                "rounds": rows[name],
-            }
-            for name in rows
-        },
+        **recorded(arguments, pools, rows, ratios),
         "did_not_start": {
             name: {
                 "arguments": [*map(provenance.redacted, arguments[name])],
                 "why": why,
             }
             for name, why in (failures or {}).items()
-        },
-        "ratios": {
-            name: {column: asdict(ratio) for column, ratio in row.items()}
-            for name, row in ratios.items()
         },
     }
 

@@ -273,11 +273,13 @@ def run(
     wanted: dict[Setup, list[Asked]],
     lines: list[Line],
     log_folder: Path,
+    is_warm: bool = False,
 ) -> tuple[dict[str, float], list[str]]:
     """Send each server the requests that the output file lacks, after a warm-up.
 
     Args:
         lines: of the output file; new ones are added, here and in the file.
+        is_warm: see `ask_batches`.
 
     Returns:
         Server -> events that it counted; and a sentence per failed problem.
@@ -310,7 +312,7 @@ def run(
                 asyncio.run(client.ask_all(url, asked[:1], _forget))
                 before = count_events(url, setup)
                 failed: list[str] = []
-                for batch in ask_batches(client, url, asked, write, failed):
+                for batch in ask_batches(client, url, asked, write, failed, is_warm):
                     put({results.BATCH: batch})
                 failures += failed
                 after = count_events(url, setup)
@@ -326,6 +328,7 @@ def ask_batches(
     asked: Sequence[Asked],
     write: Callable[[Line], None],
     failures: list[str],
+    is_warm: bool,
 ) -> Iterator[Line]:
     """Send requests by policy and task; yield what the server measured for each.
 
@@ -333,6 +336,7 @@ def ask_batches(
         asked: requests, those of a policy and a task together.
         write: called with each line when it is known.
         failures: a sentence for each problem that failed is added.
+        is_warm: all of a batch is asked once before, so that a prefix cache has it.
 
     Raises:
         LoadError: too many failed.
@@ -350,6 +354,8 @@ def ask_batches(
             asyncio.run(client.ask_all(url, batch, take, failures))
             return lines
 
+        if is_warm:
+            asyncio.run(client.ask_all(url, batch, _forget))
         clients = min(client.concurrency, len(batch))
         found = measured.measure(url, place, clients, ask)
         if found["answers"]:

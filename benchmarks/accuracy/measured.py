@@ -11,6 +11,7 @@ PLACE_FIELDS = KEY_FIELDS[:4]
 """What makes answers a batch: policy, budget, interval, task."""
 COUNTERS = ("steps", "request_steps", "block_steps", "requests", "peak_blocks")
 """Of the engine: see docs/metrics.md."""
+HITS = "vllm:prefix_cache_hits_total"
 COMPARED = ("held_tokens", "peak_tokens", "tok_s")
 """Figures that are compared with those of full KV."""
 
@@ -18,15 +19,6 @@ COMPARED = ("held_tokens", "peak_tokens", "tok_s")
 def place_of(line: Line) -> tuple:
     """Return policy, budget, interval and task of an answer or a batch."""
     return tuple(line[field] for field in PLACE_FIELDS)
-
-
-def counted(url: str) -> dict[str, float] | None:
-    """Return a server's counters; None if it does not count."""
-    metrics = metrics_of(url)
-    series = {name: f"kvpolicy_{name}_total" for name in COUNTERS}
-    if not metrics.keys() >= set(series.values()):
-        return None
-    return {name: metrics[key] for name, key in series.items()}
 
 
 def measure(
@@ -39,15 +31,18 @@ def measure(
 
     Returns:
         The fields of PLACE_FIELDS; `answers`, `output_tokens`, of those; `seconds`,
-        from the first request to the last answer; `clients`; and by how much COUNTERS
-        grew, None where the server does not count.
+        from the first request to the last answer; `clients`; `hit_tokens`, of prompts,
+        that came from the prefix cache; and by how much COUNTERS grew, None where the
+        server does not count.
     """
-    before, began = counted(url), time.perf_counter()
+    before, began = metrics_of(url), time.perf_counter()
     lines = ask()
-    seconds, after = time.perf_counter() - began, counted(url)
+    seconds, after = time.perf_counter() - began, metrics_of(url)
+    series = {name: f"kvpolicy_{name}_total" for name in COUNTERS}
+    does_count = before.keys() >= set(series.values())
     grown = {
-        name: after[name] - before[name] if before and after else None
-        for name in COUNTERS
+        name: after[key] - before[key] if does_count else None
+        for name, key in series.items()
     }
     return {
         **dict(zip(PLACE_FIELDS, place, strict=True)),
@@ -55,6 +50,7 @@ def measure(
         "output_tokens": sum(line["output_tokens"] for line in lines),
         "seconds": round(seconds, 3),
         "clients": clients,
+        "hit_tokens": after.get(HITS, 0.0) - before.get(HITS, 0.0),
         **grown,
     }
 

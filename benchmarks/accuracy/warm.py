@@ -13,31 +13,28 @@ status is 1 if an answer differs or a problem failed.
 """
 
 import argparse
-import asyncio
 import json
 import sys
 from collections.abc import Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from benchmarks import provenance
 from benchmarks.accuracy import grid, measured, results
-from benchmarks.accuracy.__main__ import client_of, folder_of, parse_args, settings_of
+from benchmarks.accuracy.__main__ import (
+    client_of,
+    folder_of,
+    parse_args,
+    run,
+    settings_of,
+)
 from benchmarks.accuracy.client import Client
-from benchmarks.accuracy.servers import metrics_of, serving
 from benchmarks.load import LoadError
 from benchmarks.printing import log
 
 STATES = {"cold": "", "warm": " --enable-prefix-caching"}
-HITS = "vllm:prefix_cache_hits_total"
 
 Line = dict[str, Any]
-
-
-def hits_of(url: str) -> float:
-    """Return how many prompt tokens a server has taken from its prefix cache."""
-    return metrics_of(url)[HITS]
 
 
 def ask(
@@ -46,40 +43,18 @@ def ask(
     """Ask what the file of a state lacks.
 
     Returns:
-        The answers; per policy and task, `hit_tokens` of the prompts; and a sentence
-        per failed problem.
+        The answers; what the server measured, by policy and task; and a sentence per
+        failed problem.
     """
-    path = args.out.with_suffix(f".{state}.jsonl")
-    own = argparse.Namespace(**vars(args) | {"serve_args": args.serve_args})
+    own = argparse.Namespace(**vars(args))
+    own.out = args.out.with_suffix(f".{state}.jsonl")
     own.serve_args += STATES[state]
-    lines = results.continue_file(path, settings_of(own, None))
+    lines = results.continue_file(own.out, settings_of(own, None))
     done = {results.key_of(line) for line in lines}
-    questions, failures = grid.read_questions(own), list[str]()
+    questions = grid.read_questions(own)
     wanted = grid.asked_of(grid.cells_of(own), questions, 1, done, is_given=False)
-
-    with path.open("a", encoding="utf-8") as file:
-
-        def put(row: Line) -> None:
-            file.write(json.dumps(row) + "\n")
-            file.flush()
-
-        def write(line: Line) -> None:
-            put(line)
-            lines.append(line)
-
-        for setup, asked in wanted.items():
-            with serving(setup, own, logs) as url:
-                for place, group in groupby(asked, lambda a: measured.place_of(a.key)):
-                    batch = list(group)
-                    if state == "warm":
-                        asyncio.run(client.ask_all(url, batch, lambda _: None))
-                    before = hits_of(url)
-                    asyncio.run(client.ask_all(url, batch, write, failures))
-                    named = dict(zip(measured.PLACE_FIELDS, place, strict=True))
-                    named["hit_tokens"] = hits_of(url) - before
-                    put({results.BATCH: named})
-                    log(f"{state}: {place[0]} {place[3]}, {len(lines)} answers")
-    return lines, results.batches_of([path]), failures
+    _, failures = run(own, client, wanted, lines, logs, is_warm=state == "warm")
+    return lines, results.batches_of([own.out]), failures
 
 
 def compare(

@@ -305,18 +305,6 @@ SPECIAL: dict[str, Maker] = {
         admission_inputs.make_until_attention, queries=64
     ),
 }
-LABELS = (
-    *("window_usage", "window_usage, nuclei", "window_usage, sinks", "paged_norms"),
-    *("paged_cosines", "paged_projections", "paged_pair_projections"),
-    *("paged_quadratics", "segment_quota", "segment_quota, code", "credited_mass"),
-    *("pooled_usage", "pick_by_quota", "fill_next_best", "top_k_mask", "resize"),
-    *("compact_pages", "compact_pages, owners", "page_tables", "head_page_tables"),
-    *("save_rows", "until_attention", "until_attention, prompts", "paged_gates"),
-    *("assign_pages", "count_in_pages", "enter_page_lists", "enter_requests"),
-    *("limit_must_keep", "list_survivors", "must_keep_tokens", "page_quota"),
-    *("read_survivors", "survivor_moves", "write_survivors", "page_bounds"),
-    *("page_scores", "best_pages", "write_until"),
-)
 # All others are the functions of their names, wherever they are.
 NAMED = {
     **vars(admission_inputs),
@@ -325,8 +313,10 @@ NAMED = {
     **globals(),
 }
 MAKERS: dict[str, Maker] = {
-    label: SPECIAL.get(label) or NAMED[f"make_{label}"] for label in LABELS
-}
+    name.removeprefix("make_"): maker
+    for name, maker in NAMED.items()
+    if name.startswith("make_")
+} | SPECIAL
 """By operation, and what is special about the inputs behind a comma."""
 
 

@@ -37,6 +37,8 @@ from typing import Any
 import torch
 
 from benchmarks import provenance
+from benchmarks.printing import table
+from benchmarks.report.layout_tables import HEADER, cells
 from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker.batch import Batch
@@ -48,11 +50,6 @@ from vllm_kvpolicy.worker.tiers.ragged import RaggedTier
 from vllm_kvpolicy.worker.transfer import to_device_together
 
 ID_BYTES = 4  # int32, ids of pages and lengths
-REFERENCE = "rewrite"  # what times are relative to
-HEADER = (
-    "| page | N | layout | superblocks | loaded | kept / loaded | kept / held "
-    "| tables, MiB | rewritten | build | build, same lists |"
-)
 
 
 @dataclass(frozen=True)
@@ -161,11 +158,7 @@ class SharedLists:
 
 
 class HeadPages:
-    """The plugin's own tables after one event of every request.
-
-    Attributes:
-        event_ms: what finding the pages of each event took.
-    """
+    """The plugin's own tables after one event of every request."""
 
     def __init__(self, case: Case, device: torch.device) -> None:
         self.case, self.device = case, device
@@ -190,10 +183,8 @@ class HeadPages:
             num_blocks, generator=torch.Generator().manual_seed(0)
         ).view(case.requests, -1)
         self.common = self._step(order)
-        self.event_ms = [
+        for request_id, blocks in zip(self.ids, order.tolist(), strict=True):
             self._event(request_id, blocks)
-            for request_id, blocks in zip(self.ids, order.tolist(), strict=True)
-        ]
 
     def _step(self, blocks: torch.Tensor) -> SimpleNamespace:
         """Return what vLLM hands the metadata builder one token after the events."""
@@ -209,8 +200,8 @@ class HeadPages:
             query_start_loc=start.to(self.device),
         )
 
-    def _event(self, request_id: str, blocks: Sequence[int]) -> float:
-        """Give a request's heads their pages; return the milliseconds of it."""
+    def _event(self, request_id: str, blocks: Sequence[int]) -> None:
+        """Give a request's heads their pages."""
         event = CompactEvent(
             request_id=request_id,
             serial=0,
@@ -230,17 +221,11 @@ class HeadPages:
         keep = token < self.case.kept().view(1, -1, 1).to(self.device)
         rows = [self.requests.take(request_id)]
         policy: Any = SimpleNamespace(dynamic=True)
-
-        def find() -> Any:
-            sent = to_device_together(self.tier.numbers([event]), self.device)
-            held = self.tier.held([event], sent)
-            batch = Batch([event], policy, rows, sent, held)
-            return batch, self.tier.assign(batch, self.tier.quota(batch, keep))
-
-        (batch, lists), milliseconds = timed(find, self.device)
-        self.tier.commit(batch, lists)
-        self.requests.update(rows, [event], batch.sent)
-        return milliseconds
+        sent = to_device_together(self.tier.numbers([event]), self.device)
+        held = self.tier.held([event], sent)
+        batch = Batch([event], policy, rows, sent, held)
+        self.tier.commit(batch, self.tier.assign(batch, self.tier.quota(batch, keep)))
+        self.requests.update(rows, [event], sent)
 
     def build(self) -> FoldedBatch:
         """Return the tables of a step in which lists have changed."""
@@ -274,8 +259,8 @@ class HeadPages:
             raise RuntimeError("the plugin's lists differ from the accounting")
 
 
-def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """Return what a call returns and its milliseconds, device work included."""
+def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Return how long a call takes, device work included."""
 
     def finish() -> None:
         if device.type == "cuda":
@@ -283,13 +268,13 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
 
     finish()
     start = time.perf_counter()
-    result = call()
+    call()
     finish()
-    return result, (time.perf_counter() - start) * 1e3
+    return (time.perf_counter() - start) * 1e3
 
 
 def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Return accounts, and times relative to the reference in the same repeat.
+    """Return accounts, and median times.
 
     Args:
         repeats: timed ones, after one that is not; layouts take turns.
@@ -301,11 +286,11 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         length = costs[name].loaded // (case.layers * case.heads)
         lists = SharedLists(case, costs[name].superblocks, -(-length // 8), device)
         builds[name] = lists.build
-    equal = costs[REFERENCE].superblocks
-    builds[REFERENCE] = lambda: ours.build_equal(equal)
+    equal = costs["rewrite"].superblocks
+    builds["rewrite"] = lambda: ours.build_equal(equal)
     builds |= {"ours": ours.build, "ours, same lists": ours.build_again}
     rounds = [
-        {name: timed(build, device)[1] for name, build in builds.items()}
+        {name: milliseconds(build, device) for name, build in builds.items()}
         for _ in range(repeats + 1)
     ][1:]
     return {
@@ -314,31 +299,21 @@ def measure(case: Case, device: torch.device, repeats: int) -> dict[str, Any]:
         "build_ms": {
             name: statistics.median(times[name] for times in rounds) for name in builds
         },
-        "build_ratio": {
-            name: statistics.median(times[name] / times[REFERENCE] for times in rounds)
-            for name in builds
-        },
-        "event_ms": statistics.median(ours.event_ms),
     }
 
 
-def table(results: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table: tokens per head, and times over the reference's."""
-    lines = [HEADER, "|---" * HEADER.count(" |") + "|"]
-    for result in results:
-        heads, ratios = result["layers"] * result["heads"], result["build_ratio"]
-        for name, cost in result["layouts"].items():
-            again = ratios.get(f"{name}, same lists")
-            lines.append(
-                f"| {result['page']} | {result['tokens']} | {name} "
-                f"| {cost['superblocks']} | {cost['loaded'] / heads:.0f} "
-                f"| {cost['kept'] / cost['loaded']:.1%} "
-                f"| {cost['kept'] / cost['held']:.1%} "
-                f"| {cost['table_bytes'] / 2**20:.2f} "
-                f"| {cost['rewritten'] / heads:.0f} | {ratios[name]:.2f} x "
-                f"| {'' if again is None else f'{again:.2f} x'} |"
-            )
-    return "\n".join(lines)
+def told(results: Sequence[dict[str, Any]]) -> str:
+    """Return a table with a row per case and layout."""
+    rows = [
+        [
+            *(str(result["page"]), str(result["tokens"]), name),
+            *cells(result, cost),
+            f"{result['build_ms'][name]:.3f}",
+        ]
+        for result in results
+        for name, cost in result["layouts"].items()
+    ]
+    return table(["page", "N", "layout", *HEADER, "build, ms"], rows)
 
 
 def parse_args(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -375,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for page in args.pages
         for tokens in args.tokens
     ]
-    print(table(results))
+    print(told(results))
     if args.out is not None:
         content = {"provenance": record, "repeats": args.repeats, "results": results}
         args.out.write_text(json.dumps(content, indent=2) + "\n")

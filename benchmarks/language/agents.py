@@ -17,7 +17,7 @@ import json
 import random
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,14 @@ from benchmarks.language.tasks import Problem, problems
 from benchmarks.language.texts import encoder_of, read_texts
 from benchmarks.load import Completion, Played, Sample, complete, open_session, sampled
 from benchmarks.printing import log, report
-from benchmarks.rounds import Row, measure, ratios_to, summarise
+from benchmarks.rounds import (
+    Row,
+    compare,
+    measure,
+    ratios_to,
+    recorded,
+    summarise,
+)
 from benchmarks.scenarios import STOCK
 from benchmarks.server import EngineSettings, running
 from benchmarks.workload import NULL_BLOCKS, block_bytes
@@ -145,10 +152,9 @@ def servers(args: argparse.Namespace, agents: Agents) -> dict[str, list[str]]:
 
 def play_round(server: Any, agents: Agents, number: int) -> Row:
     """Return a round's figures, and the share of right answers."""
-    row = measure(server, agents, number)
-    row["right"] = asyncio.run(agents.ask(server.url, number))
-    shown = {name: row[name] for name in ("output_tok_s", "right", "preemptions")}
-    log(f"round {number}: {server.name} {shown}")
+    own = replace(agents, is_hinted=server.name == HINTED, contexts={})
+    row = measure(server, own, number)
+    row["right"] = asyncio.run(own.ask(server.url, number))
     return row
 
 
@@ -160,19 +166,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     made = problems(TASK, args.instructions, args.pairs + 1, 2, encode, texts)
     agents = Agents(made, words, args.conversations, args.turns)
     arguments = servers(args, agents)
-    rows: dict[str, list[Row]] = {name: [] for name in arguments}
     logs = Path(tempfile.mkdtemp(prefix="kvpolicy-agents-"))
     log(f"starting {', '.join(arguments)}; logs in {logs}")
     with running(arguments, logs) as started:
         pools = {name: server.pool() for name, server in started.items()}
-        names = list(started)
-        for number in range(args.pairs + 1):
-            at = number % len(names)
-            for name in names[at:] + names[:at]:
-                own = replace(agents, is_hinted=name == HINTED, contexts={})
-                row = play_round(started[name], own, number)
-                rows[name] += [row] if number else []
-    pairs = [(name, STOCK) for name in names if name != STOCK]
+        rows = compare(started, agents, args.pairs, play_round)
+    pairs = [(name, STOCK) for name in rows if name != STOCK]
     ratios = ratios_to(rows, pairs, RATIOS, seed=0)
     medians = {name: summarise(of_server) for name, of_server in rows.items()}
     print(report(medians, ratios, COLUMNS))
@@ -184,19 +183,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "words": None,
             "contexts": None,
         },
-        "servers": {
-            name: {
-                "arguments": [*map(provenance.redacted, arguments[name])],
-                **pools[name],
-                "median": medians[name],
-                "rounds": rows[name],
-            }
-            for name in rows
-        },
-        "ratios": {
-            name: {column: asdict(ratio) for column, ratio in row.items()}
-            for name, row in ratios.items()
-        },
+        **recorded(arguments, pools, rows, ratios),
     }
 
 

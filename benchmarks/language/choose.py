@@ -19,6 +19,7 @@ from benchmarks import pretrained
 from benchmarks.accuracy.servers import FULL
 from benchmarks.language import tasks
 from benchmarks.language.engines import Asker, Engine, Settings, running
+from benchmarks.language.task_makers import MAKERS
 from benchmarks.language.texts import Encode, Text, encoder_of, read_texts
 
 LEAST, MOST = 0.8, 0.1
@@ -84,7 +85,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096])
-    parser.add_argument("--tasks", nargs="+", default=tasks.TASKS, choices=tasks.TASKS)
+    parser.add_argument("--tasks", nargs="+", default=[*MAKERS], choices=MAKERS)
     parser.add_argument("--count", type=int, default=7, help="texts")
     args = parser.parse_args(argv)
     model = pretrained.make(pretrained.default_folder())

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from benchmarks import pretrained
-from benchmarks.language.task_makers import FIRST, LAST, THINGS
+from benchmarks.language.task_makers import THINGS, words
 from benchmarks.language.texts import GUIDES, MATHEMATICS
 from benchmarks.pinned import Package, PinnedError, download
 from vllm_kvpolicy.commands.outputs import new_file
@@ -46,6 +46,14 @@ SOURCES = {
 }
 SIZES = (2000,) * 4 + (4000,) * 3 + (8000,) * 2
 """Characters of rows, of which as many have few tokens as have many: 500 to 2,500."""
+FIRST = words(
+    "Anna Boris Clara David Elena Felix Greta Henry Irene Jonas Karla Louis Maria Nils "
+    "Olga Peter Rosa Simon Teresa Victor"
+)
+LAST = words(
+    "Keller Novak Brandt Costa Duval Evans Fischer Garcia Hansen Ivanov Jensen Larsen "
+    "Meyer Nilsson Olsen Palmer Rossi Silva Turner Weber"
+)
 RECORDS, ASKED = 12, 5
 """Lines that a conversation hides, and that it asks for."""
 
@@ -71,8 +79,8 @@ def _packed(folder: Path) -> Iterator[str]:
         tempfile.TemporaryDirectory(dir=folder) as name,
         zipfile.ZipFile(download(BOOK, Path(name))) as wheel,
     ):
-        words = wheel.read("pybible/Bible.py").decode("utf-8")
-    yield "\n".join(re.findall(r'"\d+:\d+:\d+ (.*)"', words))
+        bible = wheel.read("pybible/Bible.py").decode("utf-8")
+    yield "\n".join(re.findall(r'"\d+:\d+:\d+ (.*)"', bible))
 
 
 def _code(rng: random.Random) -> str:

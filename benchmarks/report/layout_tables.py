@@ -5,6 +5,10 @@ from pathlib import Path
 from benchmarks.report.records import Row, check_keys, read
 
 MIB = 2**20
+HEADER = (
+    *("superblocks", "loaded per step", "kept / loaded", "kept / held", "tables, MiB"),
+    "copied per event",
+)
 
 
 def by_layout(wanted: Row, folder: Path) -> list[list[str]]:
@@ -16,19 +20,18 @@ def by_layout(wanted: Row, folder: Path) -> list[list[str]]:
     """
     check_keys(wanted, {"file", "tokens", "rows"}, set())
     record = read(folder / wanted["file"], "results")
-    table = [["layout", "page", "superblocks", "loaded per step", "kept / loaded"]]
-    table[0] += ["kept / held", "tables, MiB", "copied per event"]
+    table = [["layout", "page", *HEADER]]
     for label, (name, page) in wanted["rows"].items():
         place = {"tokens": wanted["tokens"], "page": page}
         found = [row for row in record["results"] if row.items() >= place.items()]
         if len(found) != 1 or name not in found[0]["layouts"]:
             raise ValueError(f"table: expected one {name!r} at {place}, got {found}")
-        table.append([label, str(page), *_cells(found[0], found[0]["layouts"][name])])
+        table.append([label, str(page), *cells(found[0], found[0]["layouts"][name])])
     return table
 
 
-def _cells(row: Row, layout: Row) -> list[str]:
-    """Return what a layout takes."""
+def cells(row: Row, layout: Row) -> list[str]:
+    """Return what a layout takes, see HEADER; tokens are per head."""
     heads = row["layers"] * row["heads"]
     loaded, copied = (round(layout[key] / heads) for key in ("loaded", "rewritten"))
     size = layout["table_bytes"] / MIB

@@ -12,9 +12,9 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `cost`, one of COSTS; `measure`, one of MEASURES, by default the
-            first; `rows`, methods, by default all of the file.
+            first.
     """
-    check_keys(wanted, {"file", "cost"}, {"measure", "rows"})
+    check_keys(wanted, {"file", "cost"}, {"measure"})
     asked = {"cost": wanted["cost"], "measure": wanted.get("measure", MEASURES[0])}
     for key, valid in (("cost", COSTS), ("measure", MEASURES)):
         if asked[key] not in valid:
@@ -24,9 +24,6 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     families = list(dict.fromkeys(row["family"] for row in rows))
     families = [POOLED, *(family for family in families if family != POOLED)]
     found = {(row["method"], row["family"]): row for row in rows}
-    methods = wanted.get("rows", list(dict.fromkeys(row["method"] for row in rows)))
-    if missing := [method for method in methods if (method, POOLED) not in found]:
-        raise ValueError(f"table: expected {missing} in {wanted['file']}, got none")
     header = ["method", "all", *families[1:], "from", "to"]
     cells = [
         [
@@ -34,7 +31,7 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
             *(_margin(found.get((method, family))) for family in families),
             *(f"{found[method, POOLED][end]:,.0f}" for end in ("from", "to")),
         ]
-        for method in methods
+        for method in dict.fromkeys(row["method"] for row in rows)
     ]
     return [header, *cells]
 

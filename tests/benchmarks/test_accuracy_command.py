@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.accuracy import __main__ as command
-from benchmarks.accuracy import results, servers, warm
+from benchmarks.accuracy import measured, results, servers, warm
 from benchmarks.accuracy.questions import questions_of
 from benchmarks.load import LoadError
 from support.servers.chat_server import ChatServer, serve
@@ -201,7 +201,12 @@ def test_bad_arguments_are_refused(words, message, capsys):
 def test_warm_answers_are_compared_with_cold_ones(fake, common, tmp_path, monkeypatch):
     """The second server caches prefixes and hears each problem twice."""
     hits = iter(range(0, 1000, 7))
-    monkeypatch.setattr(warm, "hits_of", lambda url: next(hits))
+    metrics_of = measured.metrics_of
+
+    def with_hits(url):
+        return metrics_of(url) | {measured.HITS: next(hits)}
+
+    monkeypatch.setattr(measured, "metrics_of", with_hits)
     words = [*common[:-1], "--policies", "tova", "snapkv", "--n", "3"]
     assert warm.main(words) == 0
     assert [name for name, _ in fake.started] == 2 * ["tova-and-1-more-96-64"]
@@ -209,7 +214,7 @@ def test_warm_answers_are_compared_with_cold_ones(fake, common, tmp_path, monkey
         "--enable-prefix-caching"
     ) == 1
     assert fake.started[1][1][-1] == "--enable-prefix-caching"
-    assert len(fake.bodies) == 12 + 2 * 12
+    assert len(fake.bodies) == 12 + 2 * 12 + 2  # each server is warmed up, too
     rows = json.loads((tmp_path / "out.warm.json").read_text())["rows"]
     assert [row["policy"] for row in rows] == ["tova", "snapkv"]
     for row in rows:
@@ -220,7 +225,7 @@ def test_warm_answers_are_compared_with_cold_ones(fake, common, tmp_path, monkey
     before, changed, after = path.read_text().partition("boxed")
     path.write_text(before + "another" + after)
     assert changed and warm.main(words) == 1
-    assert len(fake.bodies) == 36, "nothing was missing"
+    assert len(fake.bodies) == 38, "nothing was missing"
     rows = json.loads((tmp_path / "out.warm.json").read_text())["rows"]
     assert [row["same_text"] for row in rows] == [5, 6]
     assert len(rows[0]["differing"]) == 1

@@ -51,7 +51,6 @@ def test_the_plugin_builds_what_is_accounted() -> None:
     )
     assert ours.build_again().tables.data_ptr() == batch.tables.data_ptr()
     assert ours.build().tables is not batch.tables
-    assert len(ours.event_ms) == SMALL.requests
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,9 +62,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = record["results"][1]
     layouts = {name: Account(**cost) for name, cost in small["layouts"].items()}
     assert layouts == accounts(SMALL)
-    assert small["build_ratio"].keys() == {*layouts, "ours, same lists"}
-    assert small["build_ratio"]["rewrite"] == 1
-    assert all(ratio > 0 for ratio in small["build_ratio"].values())
+    assert small["build_ms"].keys() == {*layouts, "ours, same lists"}
+    assert all(spent > 0 for spent in small["build_ms"].values())
     assert "git_commit" in record["provenance"]
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 2 * len(layouts)

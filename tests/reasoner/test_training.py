@@ -10,7 +10,6 @@ from reasoner import train
 from reasoner.batches import make_batch, spread_positions
 from reasoner.curriculum import FIRST_TRAINING_SEED
 from reasoner.evaluate import CacheRule, Task, score
-from reasoner.intervals import wilson
 from reasoner.problems import TRAINED_TEMPLATES, generate, held_out
 from reasoner.tokenizer import EOS, chat_prompt, encode
 
@@ -50,14 +49,6 @@ def test_streaming_mask_keeps_sinks_and_recent_tokens():
     kept = CacheRule(recent=3, keep_prompt=True).mask(1, 10, 6)
     assert kept[0, 0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     assert CacheRule().mask(1, 10, 6) is None
-
-
-def test_wilson_interval_matches_published_values():
-    low, high = wilson(81, 100)
-    assert (round(low, 3), round(high, 3)) == (0.722, 0.875)
-    assert wilson(0, 10)[0] == 0.0
-    with pytest.raises(ValueError, match="correct"):
-        wilson(3, 2)
 
 
 def arguments(run, **options):

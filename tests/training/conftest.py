@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from support.training_rows import TEXT
 from training.model import Base, load_base
 
 
@@ -52,3 +53,11 @@ def llama(tiny_llama: Path) -> Base:
 @pytest.fixture(params=["qwen3", "llama"])
 def base(request: pytest.FixtureRequest) -> Base:
     return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def on_text(tiny_model: Path, tmp_path: Path) -> list[str]:
+    """The words that have a trainer read a text for the tiny model, and write `out`."""
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    return [str(tiny_model), "--text", str(text), "--output", str(tmp_path / "out")]

@@ -9,22 +9,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from support.training_rows import TOKENS, rows
 from training import dms
 from training.dms import measure, save_checkpoint, train
 from training.dms_student import BORROWED, Retrofit, Settings
 from training.model import Base, load_base
-from training.rows import Row
 
-TOKENS = 48
 SETTINGS = replace(BORROWED, targets=(2.0,), steps_per_ratio=3, fade_steps=3)
 SETTINGS = replace(SETTINGS, window=6, rows_per_step=1, learning_rate=1e-3)
 FLAVOURS = pytest.mark.parametrize("flavour", ["qwen3", "llama"])
-
-
-def rows(count: int, seed: int = 0) -> list[Row]:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
-    return [Row(ids) for ids in drawn]
 
 
 def nothing(target: float) -> None:
@@ -139,11 +132,9 @@ def test_phases_follow_each_other(
     assert all((logits + 5).abs().max() < 1e-3 for logits in first.values())
 
 
-def test_the_command(tiny_model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(chr(32 + 7 * i * i % 95) for i in range(600)))
+def test_the_command(tiny_model: Path, tmp_path: Path, on_text: list[str]) -> None:
     command = [
-        *(str(tiny_model), "--text", str(text), "--output", str(tmp_path / "out")),
+        *on_text,
         *("--flavour", "borrowed", "--targets", "2", "2.5", "--steps-per-ratio", "3"),
         *("--fade-steps", "2", "--rows-per-step", "1", "--window", "6"),
         *("--length", "40", "--validation-rows", "2", "--device", "cpu"),

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 from support.tiny_model import make_tiny_model
+from support.training_rows import ids
 from training import dms
 from training.dms import compression, distillation
 from training.dms_student import (
@@ -29,11 +30,6 @@ from vllm_kvpolicy.kernels.rope import Rope
 
 WINDOW = 5
 SETTINGS = Settings(window=WINDOW)
-
-
-def ids(num_tokens: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(num_tokens)
-    return torch.randint(3, 99, (num_tokens,), generator=generator)
 
 
 def random_adapter(base: Base) -> DecisionWeights:

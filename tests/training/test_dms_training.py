@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from support.training_rows import TOKENS, rows
 from training import dms
 from training.dms import measure, train
 from training.dms_student import Retrofit, Settings, new_adapter, noise_of
@@ -20,16 +21,10 @@ from training.rows import Row, read_reasoner
 from vllm_kvpolicy.policies.admissions.dms.model import load
 
 ROOT = Path(__file__).parents[2]
-WINDOW, TOKENS = 8, 64
+WINDOW = 8
 SHORT = Settings(targets=(2.0, 4.0), steps_per_ratio=2, hold_steps=0, window=WINDOW)
 SHORT = replace(SHORT, compression_weight=25, rows_per_step=2, learning_rate=1e-3)
 """Of 6 steps."""
-
-
-def rows(count: int, seed: int = 0) -> list[Row]:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
-    return [Row(ids) for ids in drawn]
 
 
 def retrofit(base: Base, settings: Settings = SHORT) -> Retrofit:

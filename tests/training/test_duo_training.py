@@ -6,20 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.training_rows import TOKENS, rows
 from training import duo
 from training.duo import Mixing, Settings, measure, train
 from training.model import Base
-from training.rows import Row
 from vllm_kvpolicy.policies.admissions.duo import Pattern, load
 
-WINDOW, SINKS, TOKENS = 8, 2, 64
+WINDOW, SINKS = 8, 2
 QUICK = Settings(0.1, window=WINDOW, sinks=SINKS, steps=60, learning_rate=0.1)
-
-
-def rows(count: int, seed: int = 0) -> list[Row]:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
-    return [Row(ids) for ids in drawn]
 
 
 def pattern_of(use: torch.Tensor) -> Pattern:
@@ -91,13 +85,12 @@ def test_a_head_mixes_the_outputs_of_two_attentions(qwen3: Base) -> None:
 
 
 def test_the_command_writes_a_pattern_that_servers_read(
-    tiny_model: Path, tmp_path: Path
+    tmp_path: Path, on_text: list[str]
 ) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("".join(chr(32 + 7 * i * i % 95) for i in range(600)))
-    command = [str(tiny_model), "--text", str(text), "--output", str(output)]
-    command += ["--length", "40", "--window", "8", "--sinks", "2", "--steps", "3"]
-    command += ["--validation-rows", "2", "--device", "cpu", "--dtype", "float32"]
+    output = tmp_path / "out"
+    command = [*on_text, "--length", "40", "--window", "8", "--sinks", "2"]
+    command += ["--steps", "3", "--validation-rows", "2"]
+    command += ["--device", "cpu", "--dtype", "float32"]
     duo.main(command)
     pattern = load(output)
     pattern.check_shape(2, 2)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.training_rows import ids
 from training import dms, model
 from training import wgkv as wgkv_trainer
 from training.dms_student import BORROWED, Retrofit, Settings, new_adapter
@@ -51,17 +52,12 @@ def borrowed(folder: Path, again: bool, dtype: torch.dtype) -> Case:
     return student, retrofit.tensors(), losses
 
 
-def row() -> Row:
-    generator = torch.Generator().manual_seed(0)
-    return Row(torch.randint(3, 99, (TOKENS,), generator=generator))
-
-
 def gradients(case: Case) -> tuple[dict[str, torch.Tensor], int]:
     """The gradients of a row by tensor, and how often a layer computed for them."""
     base, tensors, losses = case
     layer, calls = base.decoder.layers[0].mlp, []
     handle = layer.register_forward_pre_hook(lambda *_: calls.append(1))
-    loss = losses(0, 0, row())["loss"]
+    loss = losses(0, 0, Row(ids(TOKENS)))["loss"]
     before = len(calls)
     loss.backward()
     handle.remove()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support import training_rows
 from training import kvzap
 from training.kvzap import Reader, Samples, around, figures_of, linear, mlp
 from training.model import load_base
@@ -17,7 +18,7 @@ from vllm_kvpolicy.policies.admissions.kvzap import Surrogate, load
 
 CPU = torch.device("cpu")
 BEFORE, BETWEEN = [5, 6], [7, 8, 9]
-IDS = torch.randint(3, 99, (20,), generator=torch.Generator().manual_seed(0))
+IDS = training_rows.ids(20)
 
 
 @pytest.fixture(params=["tiny_model", "tiny_llama"])
@@ -169,12 +170,13 @@ def test_thresholds_keep_their_share(planted: Samples) -> None:
         assert kept == pytest.approx(float(share), abs=1e-3)
 
 
-def test_the_command_writes_what_servers_read(tiny_model: Path, tmp_path: Path) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("".join(chr(32 + 7 * i * i % 95) for i in range(600)))
-    command = [str(tiny_model), "--text", str(text), "--output", str(output)]
-    command += ["--length", "40", "--shortest", "40", "--tokens-per-text", "30"]
-    command += ["--texts", "6", "--validation-rows", "2", "--hidden-units", "8"]
+def test_the_command_writes_what_servers_read(
+    tmp_path: Path, on_text: list[str]
+) -> None:
+    output = tmp_path / "out"
+    command = [*on_text, "--length", "40", "--shortest", "40"]
+    command += ["--tokens-per-text", "30", "--texts", "6"]
+    command += ["--validation-rows", "2", "--hidden-units", "8"]
     kvzap.main([*command, "--device", "cpu", "--dtype", "float32"])
     content = json.loads((output / "figures.json").read_text())
     assert content["texts"] == 6 and len(list((output / "samples").iterdir())) == 8

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 
+from support.training_rows import ids
 from training import dms, duo, options, run, wgkv
 from training.run import Run, accelerator_for
 
@@ -38,8 +39,7 @@ class Stopped(Exception):
 @pytest.fixture
 def conversations(tmp_path: Path) -> Path:
     """Conversations of two answers each, of different lengths."""
-    drawn = torch.randint(3, 99, (60,), generator=torch.Generator().manual_seed(0))
-    words = "".join(chr(32 + index % 95) for index in drawn.tolist())
+    words = "".join(chr(32 + index % 95) for index in ids(60).tolist())
     path = tmp_path / "rows.jsonl"
     lines = []
     for index in range(14):

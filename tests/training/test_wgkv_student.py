@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from support.golden import read_golden
 from support.tiny_model import make_tiny_model
+from support.training_rows import ids
 from training import model as model_module
 from training import wgkv
 from training.model import Base, attention, load_base, weighed
@@ -19,11 +20,6 @@ from training.wgkv import position_weights as weights_of
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 
 WINDOW = 8
-
-
-def ids(num_tokens: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(num_tokens)
-    return torch.randint(3, 99, (num_tokens,), generator=generator)
 
 
 def spread_gates(base: Base) -> GateWeights:

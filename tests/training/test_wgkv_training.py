@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.training_rows import TOKENS, rows
 from training import options, wgkv
 from training.model import Base, load_base
 from training.rows import Row
@@ -16,16 +17,10 @@ from training.wgkv import Figures, Gating, Settings, measure, new_gates, rate, t
 from vllm_kvpolicy.kernels.wgkv_gate import GateWeights
 from vllm_kvpolicy.policies.admissions.wgkv import load
 
-WINDOW, TOKENS = 8, 64
+WINDOW = 8
 QUICK = Settings(1.2, window=WINDOW, steps=100, learning_rate=0.02)
 SHORT = replace(QUICK, steps=6, rows_per_step=2)
 LAMBDAS = (0.3, 1.2)
-
-
-def rows(count: int, seed: int = 0) -> list[Row]:
-    generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(3, 99, (count, TOKENS), generator=generator)
-    return [Row(ids) for ids in drawn]
 
 
 @pytest.fixture(scope="module")
@@ -240,12 +235,10 @@ def test_options_say_how_short_rows_may_be_and_the_machine_the_dtype(
 
 
 def test_the_command_writes_gates_and_their_figures(
-    tiny_model: Path, tmp_path: Path
+    tiny_model: Path, tmp_path: Path, on_text: list[str]
 ) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("".join(chr(32 + 7 * i * i % 95) for i in range(600)))
-    command = [str(tiny_model), "--text", str(text), "--output", str(output)]
-    command += [*OPTIONS, "--length", "40"]
+    output = tmp_path / "out"
+    command = [*on_text, *OPTIONS, "--length", "40"]
     wgkv.main(command)
     content = json.loads((output / "figures.json").read_text())
     assert content["model"] == str(tiny_model)

@@ -44,6 +44,7 @@ BASE = {
 }
 OPTIONS = {"expected_window": 48, "snapmax_window": 48}
 RAGGED = "identity, ragged"
+SOME = ("ams-tova", "snapkv", "keydiff", "streaming")
 ADMITTED = ("wgkv", "wgkv+snapkv", "wgkv+ams-tova")
 INFINITE_BUDGET = 2048
 
@@ -143,6 +144,21 @@ def check_flashinfer(checks: Any) -> None:
     check_policies(checks, where)
 
 
+def check_runner(checks: Any) -> None:
+    """Run vLLM's first model runner, which the group's environment asks for."""
+    for backend in ("TRITON_ATTN", "FLASH_ATTN"):
+        checks.label = f"{backend}, "
+        where = on_gpu(backend)
+        changes = {"max_num_seqs": 16, "max_model_len": 2048}
+        settings = {**where.settings, **changes}
+        where = replace(where, settings=settings, tight_blocks=0, backend="")
+        stock = check_stock(checks, where)
+        check_movers(checks, where, stock, ("identity", "holes", RAGGED))
+        check_infinite(checks, where, stock)
+        for policies in (SOME, ("adakv-snapkv", "hard-snapkv")):
+            check_policies(checks, replace(where, policies=policies))
+
+
 def check_shape(shape: str, checks: Any) -> None:
     """Run a few checks of a model of 8 billion random parameters, all as by default.
 
@@ -165,7 +181,7 @@ def check_shape(shape: str, checks: Any) -> None:
             tight_blocks=0,
             jobs=make_jobs([300 + 40 * n for n in range(16)], 96),
             backend="FLASH_ATTN",
-            policies=("ams-tova", "snapkv", "keydiff", "streaming"),
+            policies=SOME,
         )
         stock = check_stock(checks, where)
         check_movers(checks, where, stock, ("identity", RAGGED) if how else ("holes",))

@@ -1,6 +1,5 @@
 """Features that were never tried on a GPU, or not enough."""
 
-import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -10,17 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.check.compare import assert_alike, assert_same, compare
-from benchmarks.gpu.check.engines import (
-    BASE,
-    INFINITE_BUDGET,
-    Stock,
-    assert_whole,
-    on_gpu,
-    one_of_each,
-)
-from benchmarks.gpu.check.where import Jobs, Where, assert_given_back
-from support.engine.helpers import Engine, Run
+from benchmarks.gpu.check.engines import BASE, assert_whole, on_gpu, one_of_each
+from benchmarks.gpu.check.where import assert_given_back
 from support.made_adapters import make_adapter
 from support.made_gates import make_gates
 from support.made_patterns import write_pattern
@@ -88,74 +78,6 @@ def check_words(checks: Any) -> None:
             notes.append(f"{counters['events']:.0f} events")
             notes.append(f"{counters['tokens_dropped']:.0f} tokens dropped")
             notes.append(f"{run.steps} steps")
-
-
-def check_identity(checks: Any, where: Where) -> None:
-    """Answers are stock's where tokens move, and where a budget is never reached.
-
-    Then policies drop tokens, and blocks come back.
-    """
-    jobs, backend, some = where.jobs, where.settings["attention_backend"], None
-    with checks.case(f"{backend}, stock") as notes:
-        with where.engine() as engine:
-            run = noted(engine, jobs, notes)
-            alone = Run({}, 0, 0)
-            for job in jobs[::4]:
-                alone.results.update(engine.run([job]).results)
-        some = Run({name: run.results[name] for name in alone.results}, 0, 0)
-        noises = [compare(alone, some)]
-        if where.other_backend:
-            changes = {**where.settings, "attention_backend": where.other_backend}
-            with replace(where, settings=changes).engine() as engine:
-                noises.append(compare(engine.run(jobs), run))
-        stock = Stock(run, noises, None)
-        notes.append("; on another backend: ".join(map(str, noises)))
-    if not some:
-        return
-    mover = {"budget": 96, "interval": 40, "prefill_interval": 512}
-    cases = {
-        "infinite budget": {"policy": "ams-tova", "budget": INFINITE_BUDGET},
-        "identity": {"policy": "identity", **mover},
-        "holes": {"policy": "holes", **mover},
-        "ams-tova": {"policy": "ams-tova", **mover},
-        "identity, ragged": {
-            "policy": "identity",
-            "policy_config": {"ragged": True},
-            **mover,
-        },
-        "adakv-snapkv": {"policy": "adakv-snapkv", **mover},
-    }
-    for name, policy in cases.items():
-        with checks.case(f"{backend}, {name}") as notes:
-            with where.engine(policy) as engine:
-                run = noted(engine, jobs, notes)
-                counters = engine.counters()
-                assert_given_back(engine)
-            notes.append(f"{counters['events']:.0f} events")
-            if name == "infinite budget":
-                assert_same(compare(run, stock.run))
-            elif policy["policy"] in ("identity", "holes"):
-                found = compare(run, stock.run)
-                notes.append(str(found))
-                assert_alike(found, stock.noises, where.dtype)
-            else:
-                assert_whole(run, jobs)
-                assert counters["tokens_dropped"] > 0
-
-
-def noted(engine: Engine, jobs: Jobs, notes: list[str]) -> Run:
-    """Run requests; note the model runner."""
-    notes.append(f"runner {2 if engine.worker.use_v2_model_runner else 1}")
-    return engine.run(jobs)
-
-
-def check_runner(checks: Any) -> None:
-    """Try vLLM's first model runner."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    changes = {"max_num_seqs": 16, "max_model_len": 2048}
-    for backend in ("TRITON_ATTN", "FLASH_ATTN"):
-        where = on_gpu(backend)
-        check_identity(checks, replace(where, settings={**where.settings, **changes}))
 
 
 def check_trial(name: str, checks: Any) -> None:

@@ -36,10 +36,13 @@ class Checks:
 
     Args:
         path: file to append to, one JSON object per line; groups share it.
+
+    Attributes:
+        label: what the names of checks begin with.
     """
 
     def __init__(self, group: str, path: Path) -> None:
-        self.group, self.path = group, path
+        self.group, self.path, self.label = group, path, ""
 
     @contextmanager
     def case(self, name: str) -> Iterator[list[str]]:
@@ -60,7 +63,7 @@ class Checks:
 
     def add(self, name: str, is_good: bool, seconds: float, detail: str) -> None:
         """Write a line."""
-        line = {"group": self.group, "check": name, "ok": is_good}
+        line = {"group": self.group, "check": self.label + name, "ok": is_good}
         line |= {"seconds": round(seconds, 1), "detail": detail}
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -113,7 +116,7 @@ GROUPS = {
     ),
     "flashinfer": _ours("engines:check_flashinfer"),
     "words": _ours("features:check_words", **IEEE),
-    "runner": _ours("features:check_runner", **IEEE),
+    "runner": _ours("engines:check_runner", **IEEE, VLLM_USE_V2_MODEL_RUNNER="0"),
     **{
         name: _ours("features:check_trial", name, **IEEE)
         for name in ("fp8", "windows", "heads", "sinks", "ngram")

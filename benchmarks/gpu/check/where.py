@@ -144,9 +144,9 @@ class Graphs:
             AssertionError: the V2 runner, asynchronous scheduling, the attention
                 backend or graphs are not what they should be.
         """
-        if not self.backend:
-            return []
         engine = self.engine
+        if not self.backend:
+            return [f"runner {2 if engine.worker.use_v2_model_runner else 1}"]
         config = engine.llm.llm_engine.vllm_config
         captured = len(engine.worker.model_runner.cudagraph_manager.graphs)
         backend = engine.worker.kv_policy_setup.layers[0].attn_backend.get_name()
