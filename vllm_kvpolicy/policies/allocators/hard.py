@@ -22,8 +22,8 @@ paper's two thresholds: `upper` 4 is how far the widest head exceeds the mean in
 profile of the paper's P3 and code (twice in appendix B.2), `lower` the inverse (AdaKV
 protects 0.2).
 The preset "paper" has their temperatures, window and cap. It still differs: the scorer
-gives one row of scores per head, so votes fall with rank; Solution 2's f for all scorers
-(theirs has Solution 1 for SnapKV and H2O); no sparse tier.
+gives one row of scores per head, so votes fall with rank; Solution 2's f for all
+scorers (theirs has Solution 1 for SnapKV and H2O); no sparse tier.
 """
 
 from typing import Literal
