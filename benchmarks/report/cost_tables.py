@@ -19,13 +19,14 @@ def by_column(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `file`, or `files` of several caches; `rows`, a mapping from labels to
             policies, which over a cache of another dtype than the model's are called
-            `NAME@DTYPE`; `columns`, one from headings to keys of COLUMNS.
+            `NAME@DTYPE`; `columns`, one from headings to keys of COLUMNS; `budget` and
+            `interval`, by default the only ones.
 
     Raises:
         ValueError: see `tables.fill`, or a row without what a column shows.
     """
     files = "files" if "files" in wanted else "file"
-    check_keys(wanted, {files, "rows", "columns"})
+    check_keys(wanted, {files, "rows", "columns"}, {"budget", "interval"})
     names = wanted.get("files", [wanted.get("file")])
     records = {_cache_of(found): found for found in (read(folder / n) for n in names)}
     if len(records) < len(names):
@@ -38,11 +39,11 @@ def by_column(wanted: Row, folder: Path) -> list[list[str]]:
     for label, named in wanted["rows"].items():
         policy, _, cache = named.partition("@")
         record = records.get(cache, {"summary": ()})
-        found = rows_of(record, policy).get(POOLED)
+        found = rows_of(record, policy, wanted).get(POOLED)
         if found is None:
             raise ValueError(f"table: expected {named} in {wanted[files]}, got none")
         row = {**found, WIDTH: _width(record) / _width(first)}
-        row[FULL] = rows_of(first, FULL).get(POOLED, {})
+        row[FULL] = rows_of(first, FULL, wanted).get(POOLED, {})
         cells = (COLUMNS[name](row) for name in wanted["columns"].values())
         table.append([label, *cells])
     return table

@@ -1,5 +1,6 @@
 """Makes the tables of the language benchmark: log-loss, tasks and agreement."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
@@ -27,32 +28,64 @@ Place = tuple[str, int, int]
 def losses(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table of losses above full KV, a row per policy, best first.
 
+    Files of runs over another cache alone have full KV over that one.
+
     Args:
-        wanted: `files`, of which the texts count that all have; `rows`, by default all
-            policies. The rows are in the order of the first budget and interval.
+        wanted: `files`, of which the texts count that all have; `places`, a list of
+            [budget, interval], by default the first file's; `rows`, by default all
+            policies; `held`, true for what was held at the first place, relative to
+            full KV. The rows are in the order of the first place.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
     """
-    check_keys(wanted, {"files"}, {"rows"})
+    check_keys(wanted, {"files"}, {"places", "rows", "held"})
     found = _read(wanted, folder)
-    places = _places(found)
+    places = _places(wanted, found)
     known = dict.fromkeys(policy for policy, *_ in found)
-    names = wanted.get("rows", [name for name in known if name != FULL])
+    base = _base(known)
+    names = wanted.get("rows", [name for name in known if name != base])
     means = {name: fmean(_loss(found, name, *places[0])) for name in names}
     table = [["policy", *(f"budget {k}, interval {i}" for k, i in places)]]
-    full = [f"{fmean(_loss(found, FULL, *place)):.3f} nats" for place in places]
-    table.append([f"`{FULL}`", *full])
+    full = [f"{fmean(_loss(found, base, *place)):.3f} nats" for place in places]
+    table.append([f"`{base}`", *full])
+    held = {}
+    if wanted.get("held"):
+        held = held_of(wanted, folder, places[0])
+        if lacking := [name for name in names if name not in held]:
+            raise ValueError(f"table: expected what was held, got none of {lacking}")
+        table[0].append("held")
+        table[1].append("1")
     for name in sorted(names, key=means.__getitem__):
         above = [
-            estimate_difference(_loss(found, name, *place), _loss(found, FULL, *place))
+            estimate_difference(_loss(found, name, *place), _loss(found, base, *place))
             for place in places
         ]
         cells = [
             f"{some.mean:+.3f} [{some.low:.3f}, {some.high:.3f}]" for some in above
         ]
+        cells += [f"{held[name]:.2f}"] if wanted.get("held") else []
         table.append([f"`{name}`", *cells])
     return table
+
+
+def held_of(wanted: Row, folder: Path, place: tuple[int, int]) -> dict[str, float]:
+    """Return what policies held of full KV's tokens, as far as records say it."""
+    part = wanted.get("part", LOSSES)
+    return {
+        row["policy"]: row["held"]
+        for name in wanted["files"]
+        for row in read(folder / name, "rows")["rows"]
+        if (row["budget"], row["interval"]) == place
+        and row["part"] == part
+        and row.get("held") is not None
+    }
+
+
+def _base(known: Collection[str]) -> str:
+    """Return the label of full KV, in the model's dtype where that was measured."""
+    others = [name for name in known if name.startswith(f"{FULL}@")]
+    return FULL if FULL in known or len(others) != 1 else others[0]
 
 
 def means(wanted: Row, folder: Path) -> list[list[str]]:
@@ -61,26 +94,31 @@ def means(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `files`, of which the items count that all have; `part`; `figures`,
             names of the part's figures, a column each, after the first of which rows
-            are in order.
+            are in order; `places`, a list of [budget, interval], by default the first
+            file's; `rows`, by default all policies; `held`, see `losses`, where known.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
     """
-    check_keys(wanted, {"files", "part", "figures"})
+    check_keys(wanted, {"files", "part", "figures"}, {"places", "rows", "held"})
     figures = {name: _read(wanted, folder, name) for name in wanted["figures"]}
     first, found = next(iter(figures.items()))
-    places = _places(found)
+    places = _places(wanted, found)
+    names = wanted.get("rows", list(dict.fromkeys(policy for policy, *_ in found)))
+    shown = ["held"] if wanted.get("held") else []
+    held = held_of(wanted, folder, places[0])
     columns = [f"{name} at {k}/{i}" for name in figures for k, i in places]
-    table = [["policy", *columns]]
-    best = {name: fmean(_loss(found, name, *places[0])) for name, *_ in found}
+    table = [["policy", *columns, *shown]]
+    best = {name: fmean(_loss(found, name, *places[0])) for name in names}
     for name in sorted(
-        best, key=best.__getitem__, reverse=first not in LOWER_IS_BETTER
+        names, key=best.__getitem__, reverse=first not in LOWER_IS_BETTER
     ):
         cells = [
             _mean(figure, _loss(values, name, *place))
             for figure, values in figures.items()
             for place in places
         ]
+        cells += [f"{held[name]:.2f}" if name in held else ""] * len(shown)
         table.append([f"`{name}`", *cells])
     return table
 
@@ -131,14 +169,7 @@ def points(about: Row, folder: Path) -> dict[str, Point]:
     is_loss = about["part"] == LOSSES
     found = _read(about, folder, LOSS if is_loss else "right")
     place = tuple(about["place"])
-    held = {
-        row["policy"]: row["held"]
-        for name in about["files"]
-        for row in read(folder / name, "rows")["rows"]
-        if (row["budget"], row["interval"]) == place
-        and row["part"] == about["part"]
-        and row.get("held") is not None
-    }
+    held = held_of(about, folder, place)
     made = {}
     for (policy, *at), values in found.items():
         if tuple(at) == place:
@@ -173,16 +204,17 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `files`, of which the items count that all have; `pairs`, a list of
-            [policy, other]; `part` and `figure`, by default the losses of texts.
+            [policy, other]; `places`, a list of [budget, interval], by default the
+            first file's; `part` and `figure`, by default the losses of texts.
 
     Raises:
         ValueError: see `tables.fill`, or a policy without a row.
     """
-    check_keys(wanted, {"files", "pairs"}, {"part", "figure"})
+    check_keys(wanted, {"files", "pairs"}, {"places", "part", "figure"})
     found = _read(wanted, folder, wanted.get("figure", LOSS))
     rows, tests = [], []
     for ours, theirs in wanted["pairs"]:
-        for budget, interval in _places(found):
+        for budget, interval in _places(wanted, found):
             first = _loss(found, ours, budget, interval)
             second = _loss(found, theirs, budget, interval)
             test = estimate_difference(first, second)
@@ -231,9 +263,10 @@ def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[flo
     return found
 
 
-def _places(found: dict[Place, list[float]]) -> list[tuple[int, int]]:
-    """Return all budgets with their intervals."""
-    return list(dict.fromkeys((budget, interval) for _, budget, interval in found))
+def _places(wanted: Row, found: dict[Place, list[float]]) -> list[tuple[int, int]]:
+    """Return budgets and intervals that a table shows."""
+    known = dict.fromkeys((budget, interval) for _, budget, interval in found)
+    return [(budget, interval) for budget, interval in wanted.get("places", known)]
 
 
 def _loss(
@@ -242,6 +275,6 @@ def _loss(
     if (policy, budget, interval) not in found:
         raise ValueError(
             f"table: expected {policy} at {budget}, {interval}, got none; choose "
-            "another row"
+            "another place or row"
         )
     return found[policy, budget, interval]

@@ -12,9 +12,9 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `file`; `cost`, one of COSTS; `measure`, one of MEASURES, by default the
-            first.
+            first; `rows`, methods, by default all of the file.
     """
-    check_keys(wanted, {"file", "cost"}, {"measure"})
+    check_keys(wanted, {"file", "cost"}, {"measure", "rows"})
     asked = {"cost": wanted["cost"], "measure": wanted.get("measure", MEASURES[0])}
     for key, valid in (("cost", COSTS), ("measure", MEASURES)):
         if asked[key] not in valid:
@@ -24,6 +24,9 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     families = list(dict.fromkeys(row["family"] for row in rows))
     families = [POOLED, *(family for family in families if family != POOLED)]
     found = {(row["method"], row["family"]): row for row in rows}
+    methods = wanted.get("rows", list(dict.fromkeys(row["method"] for row in rows)))
+    if missing := [method for method in methods if (method, POOLED) not in found]:
+        raise ValueError(f"table: expected {missing} in {wanted['file']}, got none")
     header = ["method", "all", *families[1:], "from", "to"]
     cells = [
         [
@@ -31,7 +34,7 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
             *(_margin(found.get((method, family))) for family in families),
             *(f"{found[method, POOLED][end]:,.0f}" for end in ("from", "to")),
         ]
-        for method in dict.fromkeys(row["method"] for row in rows)
+        for method in methods
     ]
     return [header, *cells]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from benchmarks.accuracy.groups import POOLED
 from benchmarks.peer.catalogue import SORTED
-from benchmarks.peer.facts import place_of
+from benchmarks.peer.facts import PLACE, place_of
 from benchmarks.report.policy_tables import rows_of
 from benchmarks.report.records import Row, check_keys, read, share_of
 
@@ -18,13 +18,13 @@ def side_by_side(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table with the peer's rows, as shipped and sorted, and ours.
 
     Args:
-        wanted: `file`.
+        wanted: `file`; `budget` and `interval`, by default the only ones.
     """
     record = _read(wanted, folder)
     header = ["policy", SHIPPED, ORDERED, "ours", f"as shipped {TEST}"]
     header += [f"in order {TEST}", f"{HELD}, as shipped", f"{HELD}, in order"]
     rows = []
-    for policy, own in _ours(record):
+    for policy, own in _ours(record, wanted):
         names = policy, f"{policy}:{SORTED}"
         pair = [_theirs(record, name, own) for name in names]
         rows.append([f"`{policy}`"])
@@ -39,7 +39,7 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table of output tokens per second, the peer's and ours.
 
     Args:
-        wanted: `file`.
+        wanted: `file`; `budget` and `interval`, by default the only ones.
     """
     record = _read(wanted, folder)
     found = {
@@ -50,7 +50,7 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
     header = ["policy", f"{SHIPPED}, one at a time"]
     header += [f"ours, {count} at once" for count in counts]
     rows = []
-    for policy, own in _ours(record):
+    for policy, own in _ours(record, wanted):
         theirs = _theirs(record, policy, own)
         cells = [theirs if isinstance(theirs, str) else f"{theirs['tok_s']:.0f}"]
         for count in counts:
@@ -62,19 +62,25 @@ def speeds(wanted: Row, folder: Path) -> list[list[str]]:
 
 def _read(wanted: Row, folder: Path) -> Row:
     """Return the record after checking that it has both sides."""
-    check_keys(wanted, {"file"})
+    check_keys(wanted, {"file"}, set(PLACE) - {"policy"})
     return read(folder / wanted["file"], "against_ours")
 
 
-def _ours(record: Row) -> Iterator[tuple[str, Row]]:
-    """Yield our policies with their row of all tasks.
+def _ours(record: Row, wanted: Row) -> Iterator[tuple[str, Row]]:
+    """Yield our policies with their row of all tasks, at one budget and interval.
 
     Raises:
-        ValueError: several budgets or intervals.
+        ValueError: several budgets or intervals and none named, or not the named one.
     """
     rows = record["ours"]["summary"]
     for policy in dict.fromkeys(row["policy"] for row in rows):
-        yield policy, rows_of(record["ours"], policy)[POOLED]
+        found = rows_of(record["ours"], policy, wanted)
+        if POOLED not in found:
+            raise ValueError(
+                f"table: expected {policy} at {dict(wanted)}, got none; choose another "
+                "budget or interval"
+            )
+        yield policy, found[POOLED]
 
 
 def _theirs(record: Row, name: str, own: Row) -> Row | str:

@@ -17,6 +17,7 @@ from benchmarks.report.records import (
 )
 from benchmarks.stats import holm
 
+OPTIONS = {"budget", "interval", "score"}
 COMPARED = {
     score: "right alone, wrong alone" if score == ANSWER else "difference [95 %]"
     for score in SCORES
@@ -28,10 +29,10 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table with the families of the first file as columns.
 
     Args:
-        wanted: `files`, `rows`; `budget`, by default the only one; `score`, one of
-            SCORES, by default the answer.
+        wanted: `files`, `rows`; `budget` and `interval`, by default the only ones;
+            `score`, one of SCORES, by default the answer.
     """
-    check_keys(wanted, {"files", "rows"}, {"budget", "score"})
+    check_keys(wanted, {"files", "rows"}, OPTIONS)
     (score,) = _scores(wanted, most=1)
     records = [read(folder / name) for name in wanted["files"]]
     families = list(dict.fromkeys(row["family"] for row in records[0]["summary"]))
@@ -40,12 +41,12 @@ def by_family(wanted: Row, folder: Path) -> list[list[str]]:
     rows = [[f"policy: {score}", *families, "answers cut off"]]
     for name in wanted["rows"]:
         label, record, policy = _row(name, records)
-        found = rows_of(record, policy, wanted.get("budget"))
+        found = rows_of(record, policy, wanted)
         missing = [family for family in [*families, POOLED] if family not in found]
         if missing:
             raise ValueError(
                 f"table: expected {missing} of {policy} in {wanted['files']}, got "
-                "none; choose another budget or row"
+                "none; choose another budget, interval or row"
             )
         cells = [label, *(share_of(found[family], score) for family in families)]
         cells.append(f"{100 * found[POOLED]['capped']:.0f} %")
@@ -57,17 +58,18 @@ def by_budget(wanted: Row, folder: Path) -> list[list[str]]:
     """Return a table of all tasks together, with the first file's budgets as columns.
 
     Args:
-        wanted: `files`, `rows`; `score`: one of SCORES or a list, by default the
+        wanted: `files`, `rows`; `interval`, by default the only one; `budget`, one or
+            a list, by default all; `score`: one of SCORES or a list, by default the
             answer.
     """
-    check_keys(wanted, {"files", "rows"}, {"score"})
+    check_keys(wanted, {"files", "rows"}, OPTIONS)
     scores = _scores(wanted, most=len(SCORES))
     records = [read(folder / name) for name in wanted["files"]]
-    budgets = _budgets(records[0])
+    budgets = _budgets(wanted, records[0])
     rows = [["policy", *(f"{s} at {budget}" for s in scores for budget in budgets)]]
     for name in wanted["rows"]:
         label, record, policy = _row(name, records)
-        found = [rows_of(record, policy, budget).get(POOLED) for budget in budgets]
+        found = [_pooled(record, policy, wanted, budget) for budget in budgets]
         if not any(found):
             raise ValueError(f"table: expected {policy} in {wanted['files']}, got none")
         cells = [share_of(row, s) if row else "-" for s in scores for row in found]
@@ -83,20 +85,21 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
 
     Args:
         wanted: `files`, one of them; `rows`; `against`: see `pair_of`, one or a list;
-            `score`: one of SCORES or a list, by default the answer.
+            `interval`, by default the only one; `budget`, one or a list, by default
+            all; `score`: one of SCORES or a list, by default the answer.
 
     Raises:
         ValueError: see `tables.fill`, or a row without a test.
     """
-    check_keys(wanted, {"files", "rows", "against"}, {"score"})
+    check_keys(wanted, {"files", "rows", "against"}, OPTIONS)
     scores = _scores(wanted, most=len(SCORES))
     (record,) = [read(folder / name) for name in wanted["files"]]
     pairs = []
     for policy in wanted["rows"]:
         found = [
             pair
-            for budget in _budgets(record)
-            if (row := rows_of(record, policy, budget).get(POOLED))
+            for budget in _budgets(wanted, record)
+            if (row := _pooled(record, policy, wanted, budget))
             for against in _listed(wanted["against"])
             if (pair := pair_of(record, row, against))
         ]
@@ -135,9 +138,22 @@ def _scores(wanted: Row, most: int) -> list[str]:
     return scores
 
 
-def _budgets(record: Row) -> list[int]:
-    """Return the budgets of a file."""
-    return sorted({row["budget"] for row in record["summary"]} - {None})
+def _budgets(wanted: Row, record: Row) -> list[int]:
+    """Return the budgets that a table shows.
+
+    Raises:
+        ValueError: one that the file has not.
+    """
+    known = sorted({row["budget"] for row in record["summary"]} - {None})
+    named = _listed(wanted.get("budget", known))
+    if not named or not set(named) <= set(known):
+        raise ValueError(f"table: expected budgets of {known}, got {dict(wanted)}")
+    return named
+
+
+def _pooled(record: Row, policy: str, wanted: Row, budget: int) -> Row | None:
+    """Return a policy's row of all tasks, None if the file has none."""
+    return rows_of(record, policy, {**wanted, "budget": budget}).get(POOLED)
 
 
 def _compared(pair: Row, score: str) -> tuple[str, float]:
@@ -156,20 +172,26 @@ def _row(name: str, records: list[dict[str, Any]]) -> tuple[str, Row, str]:
     return f"`{policy}`{' *' if has_star else ''}", records[has_star], policy
 
 
-def rows_of(record: Row, policy: str, budget: int | None = None) -> dict[str, Row]:
-    """Return a policy's rows by family, at a budget, by default the only one.
+def rows_of(record: Row, policy: str, wanted: Row) -> dict[str, Row]:
+    """Return a policy's rows by family, at the wanted budget and interval.
 
     Raises:
-        ValueError: several budgets, and none is named, or several intervals.
+        ValueError: several budgets or intervals, and none is named.
     """
     rows: dict[str, Row] = {}
     for row in record["summary"]:
-        # FULL has no budget.
-        is_asked = budget is None or policy == FULL or row["budget"] == budget
-        if row["policy"] == policy and is_asked:
-            if row["family"] in rows:
-                raise ValueError(f"table: expected a budget beside several of {policy}")
-            rows[row["family"]] = row
+        if row["policy"] != policy:
+            continue
+        # FULL has neither; files of one interval say it in their settings.
+        places = [] if policy == FULL else ["budget", "interval"]
+        if any(row.get(key) != wanted.get(key, row.get(key)) for key in places):
+            continue
+        if row["family"] in rows:
+            raise ValueError(
+                f"table: expected budget and interval beside several of {policy}, got "
+                f"{dict(wanted)}"
+            )
+        rows[row["family"]] = row
     return rows
 
 
@@ -181,6 +203,7 @@ def pair_of(record: Row, row: Row, against: str) -> Row | None:
             has, see `pairs.bases_of`; the word of an allocator; or a policy.
     """
     bases = bases_of(row["policy"])
+    kinds = {FULL: bases[:1], "base": bases[1:]}
     named = [b for b in bases if b == against or b.startswith(f"{against}-")]
     keys = ("policy", "budget", "interval", "family")
     found = {
@@ -188,5 +211,5 @@ def pair_of(record: Row, row: Row, against: str) -> Row | None:
         for pair in record.get("pairs", ())
         if all(pair[key] == row[key] for key in keys)
     }
-    others = bases[1:] if against == "base" else named
+    others = kinds.get(against, named)
     return next((found[base] for base in others if base in found), None)

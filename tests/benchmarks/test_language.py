@@ -167,6 +167,10 @@ def test_tables_show_losses_above_full_and_pairs(tmp_path):
     assert shown.splitlines()[3] == "| `tova` | +0.000 [0.000, 0.000] |"
     assert shown.splitlines()[4] == "| `random` | +0.100 [0.100, 0.100] |"
     pairs = "files: [run.json]\npairs: [[tova, random], [random, full]]"
+    shown = tables.render("losses", "files: [run.json]\nheld: true", tmp_path)
+    assert [line.split("|")[-2].strip() for line in shown.splitlines()] == [
+        *("held", "---", "1", "1.00", "1.00")
+    ]
     first, second = tables.render("language-comparisons", pairs, tmp_path).splitlines()[
         2:
     ]

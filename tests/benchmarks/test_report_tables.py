@@ -112,13 +112,15 @@ def test_a_table_is_written_and_stays(folder):
 ONE = "files: [one.json]\n"
 REFUSED = (
     ("families", "rows: [tova]", r"table: expected \['files', 'rows'\] and any of"),
-    ("families", ONE + "rows: [tova]", "expected a budget beside several of tova"),
+    ("families", ONE + "rows: [tova]", "expected budget and interval beside"),
     ("families", ONE + "rows: [keydiff]", r"expected \['a:1', .*of keydiff in"),
     ("families", "files: [none.json]\nrows: [tova]", "results: cannot read"),
+    ("budgets", ONE + "rows: [full]\nbudget: [96, 100]", "expected budgets of"),
+    ("budgets", ONE + "rows: [full]\nbudget: []", "expected budgets of"),
     ("budgets", ONE + "rows: [keydiff]", "expected keydiff in"),
     (
         "comparisons",
-        ONE + "rows: [ams-tova]\nscore: prefix\nagainst: base",
+        ONE + "rows: [ams-tova]\nscore: prefix\nbudget: 96\nagainst: base",
         "a file with the score 'prefix' of ams-",
     ),
 )
@@ -271,19 +273,17 @@ def test_p_values_are_corrected_for_all_tests_of_the_table(scored):
     # Two of 8 do: 3 * 2 / 2 ** 2, at most 1.
     start = r"\| `ams-tova` \| `tova` \| 128 \| \+22\.7 \[0\.0, "
     assert re.fullmatch(start + r"[\d.]+\], 1 \| 2, 0, 1 \|", high)
+    _, _, alone = rendered("comparisons", f"{description}budget: 96\n", scored)
+    assert alone == "| `ams-tova` | `tova` | 96 | 0, 0, 1 |"
 
 
 def compared(folder: Path, names: dict[str, str], against: str) -> list[str]:
     """Return the tests of a policy at 96, made of answers of others."""
-    made = [
-        line | {"policy": names[line["policy"]]}
-        for line in lines()
-        if line["budget"] != 128
-    ]
+    made = [line | {"policy": names[line["policy"]]} for line in lines()]
     settings = {**SETTINGS, "variants": {"x": {"ema_mix": 1.0}}}
     found = {"settings": settings, **summary.summarise(made, settings)}
     (folder / "one.json").write_text(json.dumps(found))
-    description = f'files: [one.json]\nrows: ["{names["ams-tova"]}"]\n'
+    description = f'files: [one.json]\nrows: ["{names["ams-tova"]}"]\nbudget: 96\n'
     table = rendered("comparisons", f"{description}against: {against}\n", folder)
     return [row.partition("` | ")[2] for row in table[2:]]
 
@@ -314,22 +314,20 @@ def test_columns_are_scores_and_what_the_server_measured(scored):
     ratio = {"ratio": 0.5, "low": 0.25, "high": 0.755}
     measured = {"held_tokens": 98.6, "peak_tokens": 120.0}
     measured["to_full"] = {"held_tokens": ratio, "tok_s": ratio}
-    made["summary"] = [row for row in made["summary"] if row["budget"] == 96]
     for row in made["summary"]:
-        row["measured"] = measured if row["policy"] == "ams-tova" else None
+        row["measured"] = measured if row["budget"] == 96 else None
     (scored / "parts.json").write_text(json.dumps(made))
-    wanted = "file: parts.json\nrows: {ours: %s}\ncolumns: {%s}\n"
+    wanted = "file: parts.json\nrows: {ours: ams-tova}\nbudget: %d\ncolumns: {%s}\n"
     names = '"lines, %": lines, held: held_tokens, most: peak_tokens, x: held_share'
-    head, _, row = rendered("columns", wanted % ("ams-tova", names), scored)
+    head, _, row = rendered("columns", wanted % (96, names), scored)
     assert head == "| policy | lines, % | held | most | x |"
     assert row == "| ours | 18 [18, 18] | 99 | 120 | 0.50 |"
-    shares = wanted % ("ams-tova", "a: held_shares, b: speeds")
-    (row,) = rendered("columns", shares, scored)[2:]
+    (row,) = rendered("columns", wanted % (96, "a: held_shares, b: speeds"), scored)[2:]
     assert row == "| ours | 0.50 [0.25, 0.76] | 0.50 [0.25, 0.76] |"
     for place, message in (
-        (("tova", "a: line"), r"expected columns of .*, got \['line'\]"),
-        (("snapkv", "a: lines"), "expected snapkv in parts.json, got none"),
-        (("tova", "a: speeds"), "expected 'to_full' of tova, got none"),
+        ((96, "a: line"), r"expected columns of .*, got \['line'\]"),
+        ((64, "a: lines"), "expected ams-tova in parts.json, got none"),
+        ((128, "a: speeds"), "expected 'to_full' of ams-tova, got none"),
     ):
         with pytest.raises(ValueError, match=message):
             rendered("columns", wanted % place, scored)
@@ -340,12 +338,11 @@ def test_bytes_of_caches_of_two_dtypes_stand_side_by_side(tmp_path):
     for name, cache in (("own", {}), ("fp8", {"kv_cache_dtype": "fp8_e4m3"})):
         made = record()
         made["settings"] = made["settings"] | {"dtype": "bfloat16"} | cache
-        made["summary"] = [row for row in made["summary"] if row["budget"] != 128]
         for row in made["summary"]:
             row["measured"] = {"held_tokens": held[row["policy"]]}
         (tmp_path / f"{name}.json").write_text(json.dumps(made))
     wanted = (
-        "files: [%s]\nrows: {a: full, b: tova, c: full@fp8_e4m3, "
+        "files: [%s]\nbudget: 96\nrows: {a: full, b: tova, c: full@fp8_e4m3, "
         "d: ams-tova@fp8_e4m3}\ncolumns: {bytes: held_bytes}\n"
     )
     rows = rendered("columns", wanted % "own.json, fp8.json", tmp_path)[2:]
