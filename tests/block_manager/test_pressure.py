@@ -17,11 +17,11 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from support import sweeps
 from support.calibration_files import options_for
+from support.engine.scheduler_steps import run_step, sampled
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.levels import Row, water_fill
@@ -42,18 +42,9 @@ MIX = Scenario(
         "sinks": 4,
         "events": "pressure",
     },
-    depth=1,
     block_size=SIZE,
-    spare=0.0,
-    max_num_seqs=8,
     max_batched=96,
-    long_prefill=0,
-    priorities=False,
     longest=640,
-    arrivals=0,
-    aborts=0,
-    stops=0,
-    seed=0,
     pool=54,
 )
 PROMPTS = (40, 77, 114, 151, 188, 225, 262, 299)
@@ -133,14 +124,22 @@ def serve(
             )
         )
 
+    def answer(request: Request) -> list[int]:
+        tokens = sampled(request)
+        run.computed[-1][request.request_id] = request.num_computed_tokens
+        if tokens:
+            run.first.setdefault(request.request_id, run.steps)
+        return tokens
+
     for number in range(len(prompts)):
         if number not in late:
             add(number)
     while scheduler.has_requests():
         for number in [each for each, step in late.items() if step == run.steps]:
             add(number)
-        output = scheduler.schedule()
         run.steps += 1
+        run.computed.append({})
+        output = run_step(scheduler, answer)
         run.tokens += output.total_num_scheduled_tokens
         run.preemptions += len(output.preempted_req_ids or ())
         for event in output.kv_policy_commands.events:
@@ -148,23 +147,6 @@ def serve(
             last_event[event.request_id] = event.position, event.budget
             run.pinned.add(event.pinned_blocks)
         run.most = max(run.most, len(scheduler.running))
-        names = list(output.num_scheduled_tokens)
-        requests = [scheduler.requests[name] for name in names]
-        run.computed.append(
-            {name: scheduler.requests[name].num_computed_tokens for name in names}
-        )
-        sampled = [
-            [5] * (each.num_computed_tokens >= each.num_tokens) for each in requests
-        ]
-        for name, tokens in zip(names, sampled, strict=True):
-            if tokens:
-                run.first.setdefault(name, run.steps)
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
-        )
-        scheduler.update_from_output(output, result)
     pool = scheduler.kv_cache_manager.block_pool
     run.cached = {each.block_id for each in pool.blocks if each.block_hash is not None}
     scheduler.shutdown()
