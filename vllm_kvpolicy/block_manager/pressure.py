@@ -517,7 +517,7 @@ def held_at_floor(budget: int, recent: int, stretch: int, block_size: int) -> fl
     """Return the mean of superblocks held between events, wherever these lie.
 
     >>> held_at_floor(budget=96, recent=16, stretch=64, block_size=32)
-    4.984375
+    4.96875
     """
     held = [
         after_event(budget, local, tokens, block_size)
