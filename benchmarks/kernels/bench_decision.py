@@ -26,7 +26,8 @@ from unittest import mock
 import torch
 
 from benchmarks import provenance
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from benchmarks.gpu.kernel_checks import forced
+from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.preferences import why_not_in_cpp
 from vllm_kvpolicy.policies import compose as factory

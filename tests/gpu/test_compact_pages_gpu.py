@@ -11,6 +11,7 @@ from random import Random
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from support.worker.page_moves import (
     INTEGERS,
     Head,
@@ -19,7 +20,6 @@ from support.worker.page_moves import (
     random_layout,
 )
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.libraries import CUDA
 
 GPU = torch.device("cuda", 0)

@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from vllm_kvpolicy import compat, kernels
 from vllm_kvpolicy.kernels import cpu, cuda, dispatch, libraries, preferences
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.libraries import CPU, CUDA
 from vllm_kvpolicy.kernels.paged import PagedTokens
 

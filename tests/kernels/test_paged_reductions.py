@@ -10,8 +10,9 @@ from itertools import product
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from vllm_kvpolicy.kernels import chunks
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import (
     paged_cosines,
