@@ -273,7 +273,7 @@ def test_a_watermark_keeps_nobody_out_who_fits_alone(model_config: ModelConfig) 
     engine = traffic(model_config, **FULL)
     cache_manager = engine.scheduler.kv_cache_manager
     cache_manager.watermark_blocks = 5
-    engine.scheduler.kv_policy_entry._claim.watermark = 5
+    engine.scheduler.kv_policy_entry.watermark = 5
     urgent, came = crowd_and_one_that_takes_the_pool(engine), engine.steps
     while not urgent.num_output_tokens:
         engine.step()
@@ -284,7 +284,7 @@ def test_a_watermark_keeps_nobody_out_who_fits_alone(model_config: ModelConfig) 
 def test_nobody_makes_way_while_nobody_is_let_in(model_config: ModelConfig) -> None:
     engine = traffic(model_config, **FULL)
     urgent = crowd_and_one_that_takes_the_pool(engine)
-    while engine.scheduler.kv_policy_entry._claim.request is None:
+    while engine.scheduler.kv_policy_entry.claim is None:
         engine.step()
     before = engine.num_preemptions
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)

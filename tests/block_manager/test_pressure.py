@@ -600,9 +600,12 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     ]
     cut: list[str] = []
     limits = SimpleNamespace(block_size=SIZE, events_per_step=8)
-    pressure: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         planner=SimpleNamespace(limits=limits),
         forecast=SimpleNamespace(ahead=lambda last: np.array([70])),
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
         lead_steps=49,
         notice=48,
         _effect=49,
@@ -630,17 +633,18 @@ def test_a_ceiling_takes_no_room_that_is_needed(held: int, called: list[str]) ->
         footprint=SimpleNamespace(window_tokens=5),
     )
     request = SimpleNamespace(num_computed_tokens=342, num_tokens=343)
-    pressure: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         planner=SimpleNamespace(states={"r0": state}),
-        manager=SimpleNamespace(num_usable=18),
-        unforeseen=lambda: 0,
         running={"r0": request},
         last={"r0": 349},
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
+        room=lambda: 18,
         _effect=7,
         _most=lambda last, coming: held,
         _have=lambda name, call, cause: found.append(name),
     )
-    pressure._has_spare = lambda: Pressure._has_spare(pressure)
     Pressure._cut_to_ceilings(pressure)
     assert found == called
 
@@ -660,11 +664,14 @@ def test_an_urgent_event_is_no_deeper_while_others_can_be_cut(
         rows.append(Row("later", other, **later, **fields))
     cut: list[str] = []
     state = SimpleNamespace(call=Call(300, 300), spacing=32)
-    pressure: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         planner=SimpleNamespace(
             states={"due": state}, limits=SimpleNamespace(block_size=SIZE)
         ),
         running={"due": SimpleNamespace(num_computed_tokens=300)},
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
         lead_steps=1,
         _most=lambda last, coming: 60,
         _rows=lambda: rows,
@@ -676,16 +683,16 @@ def test_an_urgent_event_is_no_deeper_while_others_can_be_cut(
 
 def test_windows_are_reserved_again_when_called_ones_close() -> None:
     """Two are open half of the time; one has been called for, three steps from now."""
-    state, request = SimpleNamespace(call=Call(110, 96)), SimpleNamespace()
-    request.num_computed_tokens = 107
-    request.num_tokens = 108
-    pressure: Any = SimpleNamespace(
+    state = SimpleNamespace(call=Call(110, 96))
+    engine = SimpleNamespace(
         planner=SimpleNamespace(states={"r0": state}),
-        running={"r0": request},
+        running={"r0": SimpleNamespace(num_computed_tokens=107)},
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
         _windows={"r0": (0.5, 2), "r1": (0.5, 2)},
         _wanted=None,
         _called={"r0": 2},
-        step_tokens=60,
     )
     assert Pressure.reserve(pressure, 5).tolist() == [0, 0, 0, 2, 2, 2]
     state.call = None
@@ -709,7 +716,7 @@ def test_bookings_are_those_of_what_has_been_computed(
         stock(entry, waiting)
         waits.append(entry.num_waits)
         for name, booking in entry.forecast.bookings.items():
-            computed = entry._running[name].num_computed_tokens
+            computed = entry.running[name].num_computed_tokens
             if booking.offset is not None:
                 assert computed - entry.forecast.step == booking.offset, name
 
