@@ -19,7 +19,6 @@ UNNAMED = {
     "api.evidence": "tells what no test has run on a GPU",
     "hints": "requests that say what stays and what goes first",
     "worker.hints": "the same",
-    "block_manager.claim": "keeps room for urgent requests under vLLM's priorities",
     "block_manager.output_lengths": "learns from answers that stop by themselves",
     "block_manager.counting": "adds to counters, the same without a policy",
     "block_manager.sharing": "counts what requests share of the prefix cache",

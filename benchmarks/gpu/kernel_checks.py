@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernel_inputs import CPU, Arguments, Size, make, operations
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from vllm_kvpolicy.kernels import dispatch
+from vllm_kvpolicy.kernels.dispatch import Operation
+from vllm_kvpolicy.kernels.preferences import IMPLEMENTATIONS, has, implementation_of
 
 # Sums of at most a few thousand float32 products, added up in another order.
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
@@ -56,6 +58,27 @@ def reference_device(label: str, device: torch.device) -> torch.device:
     """
     name = label.partition(",")[0]
     return device if name in (*WITH_POOL, "save_rows") else CPU
+
+
+@contextmanager
+def forced(which: str) -> Iterator[None]:
+    """Run one implementation of every operation that has it, on any device.
+
+    Triton runs on a CPU under its interpreter only.
+
+    Args:
+        which: one of `IMPLEMENTATIONS`.
+    """
+    if which not in IMPLEMENTATIONS:
+        raise ValueError(f"which: expected one of {IMPLEMENTATIONS}, got {which!r}")
+    before = dispatch.implementation_of
+    dispatch.implementation_of = lambda name, device_type: (
+        which if has(name, which) else implementation_of(name, device_type)
+    )
+    try:
+        yield
+    finally:
+        dispatch.implementation_of = before
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from benchmarks.kernels import bench_event as bench
-from vllm_kvpolicy.kernels.dispatch import forced
 
 TOKENS = 256
 

@@ -4,20 +4,17 @@ The real scheduler, without a model: answers stop where the test says.
 """
 
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
+from support.engine.scheduler_steps import run_step, sampled
 from support.engine.simulator_engine import Scenario, make_scheduler
-from vllm_kvpolicy.block_manager.entry import Claim
 from vllm_kvpolicy.block_manager.output_lengths import LOOKAHEAD
 
 TOKEN, STOP_TOKEN = 5, 7
@@ -25,24 +22,10 @@ TOKEN, STOP_TOKEN = 5, 7
 STEP_TOKENS = 10
 CHAT = Scenario(
     policy={"policy": "tova", "budget": 512, "interval": 128, "prefill_interval": 1024},
-    depth=1,
-    block_size=16,
-    spare=0.0,
     max_num_seqs=128,
     max_batched=2048,
-    long_prefill=0,
-    priorities=False,
     longest=16_000,
-    arrivals=0,
-    aborts=0,
-    stops=0,
-    seed=0,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> ModelConfig:
-    return ModelConfig(model=str(tiny_model), skip_tokenizer_init=True, dtype="float32")
 
 
 @dataclass
@@ -75,10 +58,6 @@ class Traffic:
         counted = self.counted
         return counted["preemptions_bounded"] + counted["preemptions_unbounded"]
 
-    @property
-    def claim(self) -> Claim:
-        return self.scheduler.kv_policy_entry._claim
-
     def add(
         self,
         length: int,
@@ -104,22 +83,16 @@ class Traffic:
     def step(self) -> None:
         scheduler = self.scheduler
         ran = {request.request_id for request in scheduler.running}
-        output = scheduler.schedule()
-        names = list(output.num_scheduled_tokens)
+        output = run_step(scheduler, self._sampled)
         ran &= {request.request_id for request in scheduler.running}
-        for name in ran - set(names):
+        for name in ran - output.num_scheduled_tokens.keys():
             self.sat_out[name] = self.sat_out.get(name, 0) + 1
         self.steps += 1
         self.tokens += output.total_num_scheduled_tokens
-        sampled = [list(self._sampled(scheduler.requests[name])) for name in names]
-        index = {name: number for number, name in enumerate(names)}
-        result = ModelRunnerOutput(names, index, sampled_token_ids=sampled)
-        scheduler.update_from_output(output, result)
 
-    def _sampled(self, request: Request) -> Iterator[int]:
-        if request.num_computed_tokens >= request.num_tokens:
-            is_last = request.num_output_tokens + 1 >= self.stops[request.request_id]
-            yield STOP_TOKEN if is_last else TOKEN
+    def _sampled(self, request: Request) -> list[int]:
+        is_last = request.num_output_tokens + 1 >= self.stops[request.request_id]
+        return sampled(request, STOP_TOKEN if is_last else TOKEN)
 
     def finish(self) -> None:
         while self.scheduler.has_requests():
@@ -130,15 +103,9 @@ class Traffic:
         self.scheduler.shutdown()
 
 
-def traffic(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, pool: int, **changes: Any
-) -> Traffic:
+def traffic(model_config: ModelConfig, pool: int, **changes: Any) -> Traffic:
     """Return an engine with a pool of so many superblocks."""
-    values = {**vars(CHAT), **changes}
-    monkeypatch.setattr(
-        "support.engine.simulator_engine.max_blocks_per_request", lambda *_: pool
-    )
-    return Traffic(make_scheduler(Scenario(**values), model))
+    return Traffic(make_scheduler(replace(CHAT, pool=pool, **changes), model_config))
 
 
 def as_vllm_does(engine: Traffic) -> Traffic:
@@ -160,7 +127,7 @@ def cost_of(engine: Traffic, lengths: list[int], every: int = 0) -> int:
 
 @pytest.mark.parametrize("kind", ["cold", "longer than known", "heavy tail"])
 def test_wrong_ideas_of_lengths_cost_no_more_than_vllms_rule(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch, kind: str
+    model_config: ModelConfig, kind: str
 ) -> None:
     """Nothing is known, or what is known is wrong, or few answers are very long."""
     rng = random.Random(kind)
@@ -172,19 +139,19 @@ def test_wrong_ideas_of_lengths_cost_no_more_than_vllms_rule(
         lengths = [1000 if n % 12 == 0 else rng.randint(30, 90) for n in range(120)]
     every = 0 if kind == "cold" else 3
     pool = 700 if kind == "longer than known" else 350
-    ours = traffic(model, monkeypatch, pool=pool)
-    stock = as_vllm_does(traffic(model, monkeypatch, pool=pool))
+    ours = traffic(model_config, pool=pool)
+    stock = as_vllm_does(traffic(model_config, pool=pool))
     costs = cost_of(ours, lengths, every), cost_of(stock, lengths, every)
     assert costs[0] <= 1.1 * costs[1], (kind, costs, ours.steps, stock.steps)
 
 
 def test_lengths_that_are_known_by_now_save_preemptions(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig,
 ) -> None:
     """Those that are left are cheaper than to wait: vLLM's rule takes longer."""
     preemptions, costs = [], []
     for prepare in (lambda engine: engine, as_vllm_does):
-        engine, rng = prepare(traffic(model, monkeypatch, pool=300)), random.Random(8)
+        engine, rng = prepare(traffic(model_config, pool=300)), random.Random(8)
         for count in (40, 36):
             before = engine.num_preemptions, engine.cost
             for _ in range(count):
@@ -198,11 +165,11 @@ def test_lengths_that_are_known_by_now_save_preemptions(
 
 
 def test_an_answer_is_at_least_as_long_as_its_request_says(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig,
 ) -> None:
     """Short answers are all that is known; requests of `min_tokens` are no such."""
     policy = {"policy": "tova", "budget": 4096, "interval": 128}
-    engine = traffic(model, monkeypatch, pool=400, policy=policy)
+    engine = traffic(model_config, pool=400, policy=policy)
     for _ in range(20):
         engine.add(8)
     while engine.scheduler.has_requests():
@@ -214,9 +181,9 @@ def test_an_answer_is_at_least_as_long_as_its_request_says(
 
 
 def test_a_prompt_in_several_steps_is_booked_with_its_answer(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig,
 ) -> None:
-    engine = traffic(model, monkeypatch, pool=100, max_batched=64, max_num_seqs=64)
+    engine = traffic(model_config, pool=100, max_batched=64, max_num_seqs=64)
     name = engine.add(300, prompt_len=200, least=300)
     engine.step()
     levels = engine.scheduler.kv_policy_entry.forecast.bookings[name].levels.tolist()
@@ -226,9 +193,9 @@ def test_a_prompt_in_several_steps_is_booked_with_its_answer(
 
 
 def test_a_request_of_a_higher_priority_sits_out_for_nobody(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig,
 ) -> None:
-    engine = traffic(model, monkeypatch, pool=400, priorities=True)
+    engine = traffic(model_config, pool=400, priorities=True)
     for _ in range(40):
         engine.add(900, priority=5)
     for _ in range(20):
@@ -270,8 +237,7 @@ def wait_of(engine: Traffic, crowd: int, prompt_len: int, **wishes: Any) -> int:
 @pytest.mark.parametrize(("crowd", "prompt_len", "steps"), [(4, 64, 1), (8, 400, 3)])
 @pytest.mark.parametrize("wishes", [{}, {"kv_policy": "none"}], ids=["bounded", "none"])
 def test_an_urgent_request_does_not_wait_for_less_urgent_ones(
-    model: ModelConfig,
-    monkeypatch: pytest.MonkeyPatch,
+    model_config: ModelConfig,
     crowd: int,
     prompt_len: int,
     steps: int,
@@ -282,8 +248,8 @@ def test_an_urgent_request_does_not_wait_for_less_urgent_ones(
     It takes a step to see that, one to preempt, and the next computes the prompt. The
     others are preempted no more often than where vLLM lets requests in.
     """
-    ours = traffic(model, monkeypatch, **FULL)
-    stock = as_vllm_does(traffic(model, monkeypatch, **FULL))
+    ours = traffic(model_config, **FULL)
+    stock = as_vllm_does(traffic(model_config, **FULL))
     waits = [wait_of(each, crowd, prompt_len, **wishes) for each in (ours, stock)]
     assert waits[0] == steps, waits
     assert ours.num_preemptions <= stock.num_preemptions
@@ -302,13 +268,12 @@ def crowd_and_one_that_takes_the_pool(engine: Traffic) -> Request:
     return engine.scheduler.requests[name]
 
 
-def test_a_watermark_keeps_nobody_out_who_fits_alone(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_watermark_keeps_nobody_out_who_fits_alone(model_config: ModelConfig) -> None:
     """vLLM waives it where nobody else runs."""
-    engine = traffic(model, monkeypatch, **FULL)
+    engine = traffic(model_config, **FULL)
     cache_manager = engine.scheduler.kv_cache_manager
-    cache_manager.watermark_blocks = engine.claim.watermark = 5
+    cache_manager.watermark_blocks = 5
+    engine.scheduler.kv_policy_entry.watermark = 5
     urgent, came = crowd_and_one_that_takes_the_pool(engine), engine.steps
     while not urgent.num_output_tokens:
         engine.step()
@@ -316,12 +281,10 @@ def test_a_watermark_keeps_nobody_out_who_fits_alone(
     engine.finish()
 
 
-def test_nobody_makes_way_while_nobody_is_let_in(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = traffic(model, monkeypatch, **FULL)
+def test_nobody_makes_way_while_nobody_is_let_in(model_config: ModelConfig) -> None:
+    engine = traffic(model_config, **FULL)
     urgent = crowd_and_one_that_takes_the_pool(engine)
-    while engine.claim.request is None:
+    while engine.scheduler.kv_policy_entry.claim is None:
         engine.step()
     before = engine.num_preemptions
     engine.scheduler.set_pause_state(PauseState.PAUSED_NEW)
@@ -333,10 +296,10 @@ def test_nobody_makes_way_while_nobody_is_let_in(
 
 
 def test_answers_that_outlive_what_was_expected_do_not_wait_for_each_other(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig,
 ) -> None:
     """Two take the whole pool at the length where both were expected to end."""
-    engine = traffic(model, monkeypatch, pool=2 * 19)
+    engine = traffic(model_config, pool=2 * 19)
     for _ in range(2):
         engine.add(length=300, prompt_len=19 * 16 - LOOKAHEAD + 1)
     while engine.scheduler.has_unfinished_requests():

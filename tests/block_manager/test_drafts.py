@@ -1,15 +1,15 @@
 """The least budget beside drafts: vLLM's padding must end by the first event."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm import SamplingParams
 from vllm.config import ModelConfig
-from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import Request
 
+from support.engine.scheduler_steps import run_step
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.api.request_guards import check_params
 from vllm_kvpolicy.block_manager import scheduler as scheduler_module
@@ -21,49 +21,16 @@ VALUES = {"interval": 8, "recent": 0, "sinks": 0, "prefill_interval": 64}
 LATEST = {"spread_events": False}
 
 
-@pytest.fixture(scope="module")
-def model(tiny_model: Path) -> ModelConfig:
-    """The tiny model's configuration; no weight is ever loaded."""
-    return ModelConfig(
-        model=str(tiny_model), skip_tokenizer_init=True, dtype="float32", seed=0
-    )
-
-
 def engine(
-    model: ModelConfig, policy: str = "tova", spare: float = 8.0, **values: Any
+    model_config: ModelConfig, policy: str = "tova", spare: float = 8.0, **values: Any
 ) -> Any:
     """Return a scheduler with superblocks of 16 tokens and up to 24 drafts."""
     scenario = Scenario(
         policy={**VALUES, "policy": policy, "budget": DRAFTS, **values},
-        depth=1,
-        block_size=16,
         spare=spare,
-        max_num_seqs=8,
-        max_batched=300,
-        long_prefill=0,
-        priorities=False,
-        longest=400,
-        arrivals=0,
-        aborts=0,
-        stops=0,
-        seed=1,
         drafts=DRAFTS,
     )
-    return make_scheduler(scenario, model)
-
-
-def step(scheduler: Any) -> Any:
-    """Run a step that gets a token beyond each prompt; no draft is right."""
-    output = scheduler.schedule()
-    names = list(output.num_scheduled_tokens)
-    index = {name: number for number, name in enumerate(names)}
-    requests = [scheduler.requests[name] for name in names]
-    sampled = [
-        [7] if each.num_computed_tokens >= each.num_tokens else [] for each in requests
-    ]
-    result = ModelRunnerOutput(names, index, sampled_token_ids=sampled)
-    scheduler.update_from_output(output, result)
-    return output
+    return make_scheduler(scenario, model_config)
 
 
 def pad(scheduler: Any, **extra_args: Any) -> Any:
@@ -75,30 +42,32 @@ def pad(scheduler: Any, **extra_args: Any) -> Any:
         prompt = [5] * length
         request = Request(name, prompt, sampling_params=params, pooling_params=None)
         scheduler.add_request(request)
-        output = step(scheduler)
+        output = run_step(scheduler)  # no draft is right
     return output
 
 
 @pytest.mark.parametrize(
     "values", [{}, {"policy": "local", "recent": 8}, LATEST], ids=str
 )
-def test_padding_fits_before_the_first_event(model: ModelConfig, values: Any) -> None:
-    output = pad(engine(model, **values))
+def test_padding_fits_before_the_first_event(
+    model_config: ModelConfig, values: Any
+) -> None:
+    output = pad(engine(model_config, **values))
     assert output.num_scheduled_tokens["one"] == 1 + DRAFTS
     assert output.scheduled_spec_decode_tokens["one"] == [-1] * DRAFTS
 
 
 def test_a_request_that_asks_for_less_keeps_the_servers(
-    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+    model_config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It came by a door without checks; vLLM's scheduler would end the engine."""
-    scheduler = engine(model)
+    scheduler = engine(model_config)
     output = pad(scheduler, kv_budget=17)
     assert output.num_scheduled_tokens["one"] == 1 + DRAFTS
     assert scheduler.kv_policy_planner.states["one"].plan.budget == DRAFTS
     monkeypatch.setattr(scheduler_module, "check_drafts", lambda *given: None)
     with pytest.raises(AssertionError):
-        pad(engine(model), kv_budget=17)
+        pad(engine(model_config), kv_budget=17)
 
 
 Values = dict[str, Any]
@@ -116,9 +85,9 @@ TOO_SMALL: list[tuple[Values, str]] = [
 ]
 
 
-def asked(model: ModelConfig, values: Values) -> tuple[KVPolicyConfig, Any, Any]:
+def asked(model_config: ModelConfig, values: Values) -> tuple[KVPolicyConfig, Any, Any]:
     """Return a policy, and what a request asks for on a server: as much."""
-    vllm_config = engine(model).vllm_config
+    vllm_config = engine(model_config).vllm_config
     values = {"budget": 64, **VALUES, **values}
     server = KVPolicyConfig.from_dict({**values, "budget": 64})
     keys = {f"kv_{key}": values[key] for key in ("budget", "recent")}
@@ -132,9 +101,9 @@ def asked(model: ModelConfig, values: Values) -> tuple[KVPolicyConfig, Any, Any]
 
 @pytest.mark.parametrize(("values", "message"), TOO_SMALL)
 def test_a_budget_below_the_drafts_is_refused(
-    model: ModelConfig, values: Values, message: str
+    model_config: ModelConfig, values: Values, message: str
 ) -> None:
-    config, vllm_config, request = asked(model, values)
+    config, vllm_config, request = asked(model_config, values)
     with pytest.raises(ValueError, match=f"^{message}, because a step speculates"):
         check_drafts(config, vllm_config)
     with pytest.raises(ValueError, match=f"^kv_{message}, because a step speculates"):
@@ -149,15 +118,19 @@ def test_a_budget_below_the_drafts_is_refused(
         {"policy": "tova", "budget": 23, "pin": "prompt"},
     ],
 )
-def test_as_much_as_the_drafts_will_do(model: ModelConfig, values: Values) -> None:
-    config, vllm_config, request = asked(model, values)
+def test_as_much_as_the_drafts_will_do(
+    model_config: ModelConfig, values: Values
+) -> None:
+    config, vllm_config, request = asked(model_config, values)
     assert check_drafts(config, vllm_config) is None
     assert check_params(*request) is None
 
 
-def test_a_request_that_fits_the_pool_has_room_for_drafts(model: ModelConfig) -> None:
+def test_a_request_that_fits_the_pool_has_room_for_drafts(
+    model_config: ModelConfig,
+) -> None:
     """Without, it would start again for each of its last tokens."""
-    scheduler = engine(model, budget=128, spare=0.0)
+    scheduler = engine(model_config, budget=128, spare=0.0)
     pool, longest = scheduler.kv_policy_manager.num_usable * 16, 400
     assert pool + DRAFTS < longest
     params = SamplingParams(
@@ -172,7 +145,7 @@ def test_a_request_that_fits_the_pool_has_room_for_drafts(model: ModelConfig) ->
         Request("all", [5] * length, sampling_params=params, pooling_params=None)
     )
     for _ in range(60):
-        assert not step(scheduler).preempted_req_ids
+        assert not run_step(scheduler).preempted_req_ids
         if scheduler.requests:
             drafts = DraftTokenIds(["all"], [[9] * DRAFTS])
             scheduler.update_draft_token_ids(drafts)

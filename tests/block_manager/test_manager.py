@@ -109,18 +109,6 @@ def test_exchanged_takes_blocks_that_an_earlier_event_of_the_step_freed():
     assert freed and freed == set(second.dest_blocks) - set(second.source_blocks)
 
 
-def test_without_an_event_nothing_is_freed():
-    engine = Engine(20)
-    engine.add("a")
-    engine.compute("a", 0, FIRST - 1)
-    before = engine.ids("a")
-    for _ in range(3):
-        engine.manager.remove_skipped_blocks("a", 0)
-        engine.manager.remove_skipped_blocks("a", 10**6)
-        engine.manager.allocate_new_blocks("a", FIRST - 1, FIRST - 1)
-    assert engine.ids("a") == before and engine.free == 20 - 7
-
-
 def test_a_request_without_a_policy_keeps_every_block():
     engine = Engine(40)
     assert engine.compute("plain", 0, 600) == 600
@@ -142,17 +130,6 @@ def test_admission_asks_for_the_peak_of_that_request():
     assert engine.wanted("roomy", 0, 600, cap=True) == whole
     assert engine.wanted("bounded", 0, 600) == whole, "a step asks for what it writes"
     assert engine.wanted("bounded", 0, 20, cap=True) == 2
-
-
-def test_admission_counts_what_is_already_held():
-    engine = Engine(40)
-    engine.add("a")
-    engine.advance("a", 306)  # the event at 304 leaves 3 + 1 blocks
-    state = engine.planner.states["a"]
-    held = 40 - engine.free
-    assert held == len(engine.ids("a")) - state.frontier_blocks + state.global_blocks
-    assert held == 5
-    assert engine.wanted("a", 306, 600, cap=True) == 7 - held
 
 
 def test_what_admission_promises_is_enough_for_the_whole_request():

@@ -1,18 +1,14 @@
 """Query windows: lent from the pool with the first query, returned by the event.
 
 Owns the tests of planner, manager and vLLM's block pool together where windows are
-concerned, by hand and under many random operations.
+concerned, by hand; tests/engine/test_scheduler_simulation follows every row of them.
 """
 
-import random
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from support.pool_engine import FIRST, PLAN, Engine, N
-from vllm_kvpolicy.events import EventPlan
-from vllm_kvpolicy.policies.testing import exchanged, shuffled
 from vllm_kvpolicy.protocol import StepCommands
 
 # A superblock has room for 2N / G = 8 queries, so that a window takes three.
@@ -189,151 +185,3 @@ def test_admission_counts_the_window_of_a_request_that_drops_nothing_before_it()
     assert engine.wanted("a", 0, FIRST, cap=True) == PROMPT_BLOCKS + TAKEN
     step(engine, a=(0, OPEN + 1))
     assert engine.wanted("a", OPEN + 1, FIRST, cap=True) == 1, "it holds its window"
-
-
-class Traffic:
-    """Random steps, preemptions and ends; every window is followed row by row."""
-
-    def __init__(self, seed: int) -> None:
-        self.rng = rng = random.Random(seed)
-        self.group = rng.choice((1, 3, 4))
-        self.num_blocks = rng.randint(30, 60)
-        self.engine = Engine(
-            self.num_blocks,
-            rng.choice((None, shuffled, exchanged)),
-            events_per_step=rng.randint(1, 3),
-        )
-        self.computed: dict[str, int] = {}
-        self.window: dict[str, int] = {}
-        # Superblock -> row -> what it holds; keys and values hold nothing known.
-        self.content: dict[int, dict[int, tuple[str, int, int]]] = {}
-        self.seen: Counter[str] = Counter()
-        self.born = 0
-
-    def step(self) -> None:
-        rng, engine = self.rng, self.engine
-        if len(self.computed) < 6:
-            self._arrive()
-        counts: dict[str, int] = {}
-        for name in rng.sample(list(self.computed), len(self.computed)):
-            if name in self.computed:
-                self._schedule(name, counts)
-        self._work(engine.planner.finish_step(counts), counts)
-        for name in list(self.computed):
-            if rng.random() < 0.02:
-                self.seen["windows of the dead"] += bool(self._open(name))
-                engine.finish(name)
-                del self.computed[name]
-        self._check_ownership()
-
-    def _arrive(self) -> None:
-        rng, name = self.rng, f"r{self.born}"
-        window = rng.choice((0, 1, 3, 9, 12))
-        interval = window + rng.randrange(12) or 1
-        grid = N * rng.randint(1, 4)
-        plan = EventPlan(rng.randint(1, 90), rng.randint(24, 50), interval, grid)
-        self.engine.add(name, plan, rng.randrange(4), window, self.group)
-        self.computed[name], self.window[name] = 0, window
-        self.born += 1
-
-    def _open(self, name: str) -> tuple[int, ...]:
-        return self.engine.planner.states[name].window
-
-    def _schedule(self, name: str, counts: dict[str, int]) -> None:
-        """Play vLLM: preempt others for room, or the request itself."""
-        rng, engine, start = self.rng, self.engine, self.computed[name]
-        count = engine.planner.clip(name, start, rng.choice((1, 1, 7, 40)))
-        self.seen["sit-outs"] += count == 0
-        if not count or (start == 0 and rng.random() < 0.3):
-            return
-        while engine.wanted(name, start, start + count) > engine.free:
-            victim = rng.choice([each for each in self.computed if engine.ids(each)])
-            self._preempt(victim, counts)
-            if victim == name:
-                return
-        before = self._open(name)
-        announced, free = engine.wanted(name, start, start + count), engine.free
-        engine.manager.allocate_new_blocks(name, start + count, start + count)
-        assert free - engine.free == announced
-        self.seen["windows"] += bool(self._open(name)) and self._open(name) != before
-        counts[name] = count
-        if rng.random() < 0.03:
-            self._preempt(name, counts)
-
-    def _preempt(self, name: str, counts: dict[str, int]) -> None:
-        self.seen["preempted windows"] += bool(self._open(name))
-        self.engine.preempt(name)
-        self.computed[name] = 0
-        counts.pop(name, None)
-
-    def _work(self, commands: StepCommands, counts: dict[str, int]) -> None:
-        """Play the worker: events read and write, then tokens and queries are saved."""
-        for event in commands.events:
-            name, width = event.request_id, self.window[event.request_id]
-            expected = [
-                (name, event.position - width + row, part)
-                for row in range(width)
-                for part in range(self.group)
-            ]
-            places = self._places(event.window_blocks, 0, width)
-            found = [self.content[block][row] for block, row in places]
-            assert found == expected
-            self.content.update({block: {} for block in event.dest_blocks})
-            self.seen["events"] += 1
-        for name, count in counts.items():
-            tokens = range(self.computed[name], self.computed[name] + count)
-            ids = self.engine.ids(name)
-            self.content.update({ids[token // N]: {} for token in tokens})
-        for capture in commands.captures:
-            name = capture.request_id
-            first = self.computed[name] + capture.first_token
-            assert capture.first_token + capture.num_tokens == counts[name]
-            places = self._places(
-                capture.window_blocks, capture.first_row, capture.num_tokens
-            )
-            for index, (block, row) in enumerate(places):
-                token, part = divmod(index, self.group)
-                content = self.content.setdefault(block, {})
-                content[row] = (name, first + token, part)
-        for name, count in counts.items():
-            self.computed[name] += count
-
-    def _places(
-        self, blocks: tuple[int, ...], first: int, count: int
-    ) -> list[tuple[int, int]]:
-        """Return superblock and row of each part of `count` queries."""
-        parts = range(first * self.group, (first + count) * self.group)
-        return [(blocks[part // (2 * N)], part % (2 * N)) for part in parts]
-
-    def _check_ownership(self) -> None:
-        engine = self.engine
-        held = [block for name in self.computed for block in engine.held(name)]
-        assert len(set(held)) == len(held) == self.num_blocks - engine.free
-        assert 0 not in held
-        held_by_manager = {
-            name: tuple(block.block_id for block in blocks)
-            for name, blocks in engine.manager._windows.items()
-        }
-        opened = {name: self._open(name) for name in self.computed if self._open(name)}
-        assert held_by_manager == opened and set(engine.planner._windows) == set(opened)
-
-
-def test_no_window_is_lost_shared_or_mixed_up_under_random_traffic():
-    seen: Counter[str] = Counter()
-    for seed in range(20):
-        traffic = Traffic(seed)
-        for _ in range(200):
-            traffic.step()
-        for name in list(traffic.computed):
-            traffic.engine.finish(name)
-        assert traffic.engine.free == traffic.num_blocks
-        assert not traffic.engine.planner._windows | traffic.engine.manager._windows
-        seen += traffic.seen
-    least = {
-        "events": 3000,
-        "windows": 2300,
-        "sit-outs": 1600,
-        "preempted windows": 100,
-        "windows of the dead": 100,
-    }
-    assert not [key for key in least if seen[key] < least[key]], seen

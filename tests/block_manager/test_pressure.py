@@ -17,11 +17,11 @@ from vllm.config import ModelConfig
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from support import sweeps
 from support.calibration_files import options_for
+from support.engine.scheduler_steps import run_step, sampled
 from support.engine.simulator_engine import Scenario, make_scheduler
 from vllm_kvpolicy.block_manager.entry import Entry
 from vllm_kvpolicy.block_manager.levels import Row, water_fill
@@ -42,18 +42,9 @@ MIX = Scenario(
         "sinks": 4,
         "events": "pressure",
     },
-    depth=1,
     block_size=SIZE,
-    spare=0.0,
-    max_num_seqs=8,
     max_batched=96,
-    long_prefill=0,
-    priorities=False,
     longest=640,
-    arrivals=0,
-    aborts=0,
-    stops=0,
-    seed=0,
     pool=54,
 )
 PROMPTS = (40, 77, 114, 151, 188, 225, 262, 299)
@@ -133,14 +124,22 @@ def serve(
             )
         )
 
+    def answer(request: Request) -> list[int]:
+        tokens = sampled(request)
+        run.computed[-1][request.request_id] = request.num_computed_tokens
+        if tokens:
+            run.first.setdefault(request.request_id, run.steps)
+        return tokens
+
     for number in range(len(prompts)):
         if number not in late:
             add(number)
     while scheduler.has_requests():
         for number in [each for each, step in late.items() if step == run.steps]:
             add(number)
-        output = scheduler.schedule()
         run.steps += 1
+        run.computed.append({})
+        output = run_step(scheduler, answer)
         run.tokens += output.total_num_scheduled_tokens
         run.preemptions += len(output.preempted_req_ids or ())
         for event in output.kv_policy_commands.events:
@@ -148,23 +147,6 @@ def serve(
             last_event[event.request_id] = event.position, event.budget
             run.pinned.add(event.pinned_blocks)
         run.most = max(run.most, len(scheduler.running))
-        names = list(output.num_scheduled_tokens)
-        requests = [scheduler.requests[name] for name in names]
-        run.computed.append(
-            {name: scheduler.requests[name].num_computed_tokens for name in names}
-        )
-        sampled = [
-            [5] * (each.num_computed_tokens >= each.num_tokens) for each in requests
-        ]
-        for name, tokens in zip(names, sampled, strict=True):
-            if tokens:
-                run.first.setdefault(name, run.steps)
-        result = ModelRunnerOutput(
-            req_ids=names,
-            req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=sampled,
-        )
-        scheduler.update_from_output(output, result)
     pool = scheduler.kv_cache_manager.block_pool
     run.cached = {each.block_id for each in pool.blocks if each.block_hash is not None}
     scheduler.shutdown()
@@ -618,9 +600,12 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     ]
     cut: list[str] = []
     limits = SimpleNamespace(block_size=SIZE, events_per_step=8)
-    pressure: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         planner=SimpleNamespace(limits=limits),
         forecast=SimpleNamespace(ahead=lambda last: np.array([70])),
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
         lead_steps=49,
         notice=48,
         _effect=49,
@@ -648,17 +633,18 @@ def test_a_ceiling_takes_no_room_that_is_needed(held: int, called: list[str]) ->
         footprint=SimpleNamespace(window_tokens=5),
     )
     request = SimpleNamespace(num_computed_tokens=342, num_tokens=343)
-    pressure: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         planner=SimpleNamespace(states={"r0": state}),
-        manager=SimpleNamespace(num_usable=18),
-        unforeseen=lambda: 0,
         running={"r0": request},
         last={"r0": 349},
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
+        room=lambda: 18,
         _effect=7,
         _most=lambda last, coming: held,
         _have=lambda name, call, cause: found.append(name),
     )
-    pressure._has_spare = lambda: Pressure._has_spare(pressure)
     Pressure._cut_to_ceilings(pressure)
     assert found == called
 
@@ -678,11 +664,14 @@ def test_an_urgent_event_is_no_deeper_while_others_can_be_cut(
         rows.append(Row("later", other, **later, **fields))
     cut: list[str] = []
     state = SimpleNamespace(call=Call(300, 300), spacing=32)
-    pressure: Any = SimpleNamespace(
+    engine = SimpleNamespace(
         planner=SimpleNamespace(
             states={"due": state}, limits=SimpleNamespace(block_size=SIZE)
         ),
         running={"due": SimpleNamespace(num_computed_tokens=300)},
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
         lead_steps=1,
         _most=lambda last, coming: 60,
         _rows=lambda: rows,
@@ -694,16 +683,16 @@ def test_an_urgent_event_is_no_deeper_while_others_can_be_cut(
 
 def test_windows_are_reserved_again_when_called_ones_close() -> None:
     """Two are open half of the time; one has been called for, three steps from now."""
-    state, request = SimpleNamespace(call=Call(110, 96)), SimpleNamespace()
-    request.num_computed_tokens = 107
-    request.num_tokens = 108
-    pressure: Any = SimpleNamespace(
+    state = SimpleNamespace(call=Call(110, 96))
+    engine = SimpleNamespace(
         planner=SimpleNamespace(states={"r0": state}),
-        running={"r0": request},
+        running={"r0": SimpleNamespace(num_computed_tokens=107)},
+    )
+    pressure: Any = SimpleNamespace(
+        engine=engine,
         _windows={"r0": (0.5, 2), "r1": (0.5, 2)},
         _wanted=None,
         _called={"r0": 2},
-        step_tokens=60,
     )
     assert Pressure.reserve(pressure, 5).tolist() == [0, 0, 0, 2, 2, 2]
     state.call = None
@@ -727,7 +716,7 @@ def test_bookings_are_those_of_what_has_been_computed(
         stock(entry, waiting)
         waits.append(entry.num_waits)
         for name, booking in entry.forecast.bookings.items():
-            computed = entry._running[name].num_computed_tokens
+            computed = entry.running[name].num_computed_tokens
             if booking.offset is not None:
                 assert computed - entry.forecast.step == booking.offset, name
 

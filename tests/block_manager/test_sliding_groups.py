@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm import SamplingParams
-from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     _get_kv_cache_groups_uniform_page_size,
     is_kv_cache_spec_uniform,
@@ -13,21 +11,13 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.manager import (
-    KVPolicySpec,
-    own_manager,
-)
-from vllm_kvpolicy.block_manager.other_groups import OtherBlocks, run_events_first
-from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
-from vllm_kvpolicy.events import EventPlan, Footprint
-from vllm_kvpolicy.sizes import OtherGroups, PlannerLimits
+from vllm_kvpolicy.block_manager.manager import KVPolicySpec
+from vllm_kvpolicy.block_manager.other_groups import OtherBlocks
+from vllm_kvpolicy.sizes import OtherGroups
 from vllm_kvpolicy.worker.worker import check_groups
 
 SIZES = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
@@ -109,52 +99,3 @@ def test_a_state_that_is_kept_is_never_back() -> None:
     assert beside.held("a") == sizes.most_blocks(600) == 2
     assert beside.needed("a", 500, 501, 1) == beside.needed("a", 500, 900, 8) == 0
     assert beside.needed("b", 0, 40, 40) == 2
-
-
-NUM_WINDOWS, LENGTH = 5, 192
-
-
-@pytest.mark.parametrize("num_free", range(1, 9))
-def test_windows_take_what_an_event_gives_back(num_free: int) -> None:
-    """A model whose first layer has a window, in a pool that is nearly full."""
-    made = [
-        KVCacheGroupSpec([f"s{i}"], SlidingWindowSpec(**SIZES, sliding_window=48))
-        for i in range(NUM_WINDOWS)
-    ]
-    made.append(KVCacheGroupSpec(["f"], KVPolicySpec(**SIZES)))
-    cache = KVCacheManager(
-        KVCacheConfig(num_blocks=101, kv_cache_tensors=[], kv_cache_groups=made),
-        max_model_len=1024,
-        scheduler_block_size=32,
-        hash_block_size=32,
-        max_in_flight_tokens=LENGTH,
-        enable_caching=False,
-    )
-    own, others = own_manager(cache.coordinator.single_type_managers)
-    run_events_first(cache.coordinator, own)
-    planner = Planner(PlannerLimits(32, 8))
-    sliding = OtherBlocks(groups(1, NUM_WINDOWS, step_tokens=LENGTH), others)
-    own.attach(planner, sliding)
-    footprint = Footprint(EventPlan(LENGTH, 128, 64, 4096), 8, 32)
-    planner.add("r", RequestPlan("tova", footprint, 4))
-    request = Request("r", list(range(LENGTH)), SamplingParams(max_tokens=99), None)
-    assert planner.clip("r", 0, LENGTH) == LENGTH
-    assert cache.allocate_slots(request, LENGTH)
-    request.num_computed_tokens = LENGTH
-    request.append_output_token_ids(5)
-    planner.finish_step({"r": LENGTH})
-    cache.new_step_starts()
-    assert planner.clip("r", LENGTH, 1) == 1 and planner.due("r")
-    cache.coordinator.remove_skipped_blocks("r", LENGTH)
-    pool = cache.block_pool
-    pool.get_new_blocks(pool.get_num_free_blocks() - num_free)
-    needed = sum(
-        each.get_num_blocks_to_allocate("r", LENGTH + 1, [], LENGTH, LENGTH, LENGTH + 1)
-        for each in (own, *others)
-    )
-    assert 0 < needed < NUM_WINDOWS, "the event gives back less than windows take"
-    found = cache.allocate_slots(request, 1)
-    assert (found is not None) == (num_free >= needed)
-    if found is not None:
-        assert pool.get_num_free_blocks() == num_free - needed
-        assert planner.due("r") is None

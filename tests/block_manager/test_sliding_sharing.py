@@ -16,10 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.request import Request
 
 from vllm_kvpolicy.block_manager.forecast import window_levels
-from vllm_kvpolicy.block_manager.manager import (
-    KVPolicySpec,
-    own_manager,
-)
+from vllm_kvpolicy.block_manager.manager import KVPolicySpec, own_manager
 from vllm_kvpolicy.block_manager.other_groups import OtherBlocks, run_events_first
 from vllm_kvpolicy.block_manager.planner import Planner, RequestPlan
 from vllm_kvpolicy.events import EventPlan, Footprint
@@ -73,8 +70,14 @@ class Engine:
         request = self.requests[name]
         return request.num_computed_tokens - request.num_in_flight_tokens
 
-    def add(self, name: str, prompt: Sequence[int], prefill_interval: int) -> Request:
-        events = EventPlan(len(prompt), 64, 32, prefill_interval)
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        prefill_interval: int = 4096,
+        budget: int = 64,
+    ) -> Request:
+        events = EventPlan(len(prompt), budget, 32, prefill_interval)
         self.planner.add(name, RequestPlan("tova", Footprint(events, 8, N), 4))
         self.requests[name] = Request(
             name,
@@ -110,7 +113,7 @@ class Engine:
 def share(late_steps: int = 0) -> tuple[Engine, Request, Request]:
     """Return an engine in which "b" has taken most of the prompt of "a"."""
     engine, prompt = Engine(late_steps), range(LENGTH)
-    first, second = (engine.add(name, prompt, 4096) for name in "ab")
+    first, second = (engine.add(name, prompt) for name in "ab")
     engine.compute(first, LENGTH)
     hit, num_tokens, _ = engine.cache.get_computed_blocks(second)
     assert num_tokens == LENGTH - N
@@ -160,7 +163,7 @@ def test_what_a_longer_step_has_left_comes_back_when_it_is_computed(
 ) -> None:
     """A prompt in one step, then one token a step; and what that takes until later."""
     engine = Engine(late_steps)
-    request = engine.add("a", range(LENGTH), 4096)
+    request = engine.add("a", range(LENGTH))
     engine.compute(request, LENGTH)
     request.append_output_token_ids([7] * 60)
     first_event = engine.planner.states["a"].plan.first_event
@@ -194,11 +197,34 @@ def test_a_window_is_kept_where_hits_end_and_none_past_the_first_event() -> None
 
 def test_windows_that_are_not_computed_are_taken_out_of_the_cache() -> None:
     engine = Engine()
-    request = engine.add("a", range(LENGTH), 4096)
+    request = engine.add("a", range(LENGTH))
     engine.compute(request, LENGTH)
     assert all(any(windows) for windows in engine.cached())
     engine.manager.withdraw("a")
     assert not any(any(windows) for windows in engine.cached())
+
+
+@pytest.mark.parametrize("num_free", [0, 1, 2])
+def test_windows_take_what_an_event_gives_back(num_free: int) -> None:
+    """A model whose first layers have windows, in a pool that is nearly full."""
+    engine = Engine()
+    request = engine.add("a", range(LENGTH), budget=160)
+    engine.compute(request, LENGTH)
+    request.append_output_token_ids(5)
+    engine.cache.new_step_starts()
+    assert engine.planner.clip("a", LENGTH, 1) == 1 and engine.planner.due("a")
+    engine.cache.coordinator.remove_skipped_blocks("a", LENGTH)
+    engine.cache.block_pool.get_new_blocks(engine.free - num_free)
+    needed = sum(
+        each.get_num_blocks_to_allocate("a", LENGTH + 1, [], LENGTH, LENGTH, LENGTH + 1)
+        for each in (engine.manager, *engine.others.managers)
+    )
+    assert needed == 1 < GROUPS, "the event gives back less than windows take"
+    found = engine.cache.allocate_slots(request, 1)
+    assert (found is not None) == (num_free >= needed)
+    if found is not None:
+        assert engine.free == num_free - needed
+        assert engine.planner.due("a") is None
 
 
 @pytest.mark.parametrize("late_steps", [0, 1])

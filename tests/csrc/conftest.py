@@ -10,9 +10,8 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks.gpu.kernel_checks import poisoned
+from benchmarks.gpu.kernel_checks import forced, poisoned
 from support.cuda_on_fibres_library import ORDERS, build
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.libraries import CUDA
 
 ROOT = Path(__file__).parents[2]

@@ -11,19 +11,13 @@ from random import Random
 import pytest
 import torch
 
-from support.worker.page_moves import (
-    INTEGERS,
-    Head,
-    Rows,
-    move_arguments,
-    random_layout,
-)
+from benchmarks.gpu.kernel_checks import forced
+from support.twins_of_moves import make_pool, rows_of
+from support.worker.page_moves import INTEGERS, Rows, move_arguments
 from vllm_kvpolicy.kernels.compact_pages import compact_pages, compact_pages_ref
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.libraries import CUDA
 
 GPU = torch.device("cuda", 0)
-NOBODY = [(0, 0, True), (0, 0, False)]
 SHAPES = (
     (torch.bfloat16, 128),
     (torch.bfloat16, 80),
@@ -55,22 +49,6 @@ def twin(request: pytest.FixtureRequest) -> Twin:
     return run
 
 
-def make_cache(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a pool [P, N, 2D] of all bit patterns, NaNs included, on the CPU."""
-    integer = INTEGERS[dtype.itemsize]
-    info = torch.iinfo(integer)
-    generator = torch.Generator().manual_seed(shape[0])
-    bits = torch.randint(info.min, info.max, shape, generator=generator, dtype=integer)
-    return bits.view(dtype)
-
-
-def rows_of(layout: tuple[int, int, list[Head]]) -> Rows:
-    """Return the moves of each head, with survivors that do not exist between them."""
-    block_size, _, heads = layout
-    rows = [list(head.moves(block_size)) for head in heads]
-    return [row for own in rows for row in (own, NOBODY)]
-
-
 def check_twin(
     twin: Twin, cache: torch.Tensor, half: int, rows: Rows, give_in_place: bool
 ) -> None:
@@ -94,27 +72,26 @@ def test_tokens_arrive_and_nothing_else_changes(
 ) -> None:
     rng = Random(f"{dtype} {head_dim} {block_size} {loyalty}")
     sizes = [rng.randint(0, 60) for _ in range(64)]
-    layout = random_layout(rng, block_size, sizes, sum(sizes) + 9, loyalty, 0.3)
+    num_pages, rows = rows_of(rng, block_size, sizes, loyalty)
     for half in (0, 1):
-        cache = make_cache((layout[1], block_size, 2 * head_dim), dtype)
-        check_twin(twin, cache, half, rows_of(layout), loyalty < 1)
+        cache = make_pool((num_pages, block_size, 2 * head_dim), dtype)
+        check_twin(twin, cache, half, rows, loyalty < 1)
 
 
 @pytest.mark.parametrize("loyalty", [0.9, 1.0])
 def test_long_rows_and_many_rows(twin: Twin, loyalty: float) -> None:
     sizes = [2500, 0, 1200, *[2] * 4096]
-    pages = sum(sizes) + 5
-    layout = random_layout(Random(7), 16, sizes, pages, loyalty, 0.5)
-    cache = make_cache((pages, 16, 2 * 32), torch.bfloat16)
-    check_twin(twin, cache, 1, rows_of(layout), loyalty < 1)
+    num_pages, rows = rows_of(Random(7), 16, sizes, loyalty)
+    cache = make_pool((num_pages, 16, 2 * 32), torch.bfloat16)
+    check_twin(twin, cache, 1, rows, loyalty < 1)
 
 
 def test_every_run_gives_the_same(twin: Twin) -> None:
     """A race would show now and then only."""
-    layout = random_layout(Random(8), 16, [160] * 256, 160 * 256 + 1, 1.0, 0.6)
-    *arguments, _ = move_arguments(rows_of(layout))
+    num_pages, rows = rows_of(Random(8), 16, [160] * 256, 1.0)
+    *arguments, _ = move_arguments(rows)
     arguments = [part.to(GPU) for part in arguments]
-    before = make_cache((layout[1], 16, 64), torch.bfloat16).view(torch.int16)
+    before = make_pool((num_pages, 16, 64), torch.bfloat16).view(torch.int16)
     expected = before.clone()
     compact_pages_ref(expected, *(part.cpu() for part in arguments))
     before, expected = before.to(GPU), expected.to(GPU)
@@ -125,10 +102,10 @@ def test_every_run_gives_the_same(twin: Twin) -> None:
 
 
 def test_it_waits_for_its_own_stream_and_for_nothing_else(twin: Twin) -> None:
-    layout = random_layout(Random(11), 16, [40] * 16, 700, 0.5, 0.5)
-    arguments = move_arguments(rows_of(layout))
+    num_pages, rows = rows_of(Random(11), 16, [40] * 16, 0.5)
+    arguments = move_arguments(rows)
     on_gpu = [part.to(GPU) for part in arguments]
-    cache = make_cache((700, 16, 64), torch.bfloat16).view(torch.int16)
+    cache = make_pool((num_pages, 16, 64), torch.bfloat16).view(torch.int16)
     source, pages = cache.to(GPU), torch.zeros_like(cache, device=GPU)
     twin(pages, *on_gpu)  # compiled before
     torch.cuda.synchronize(GPU)
@@ -146,14 +123,9 @@ def test_it_waits_for_its_own_stream_and_for_nothing_else(twin: Twin) -> None:
     assert torch.equal(pages.cpu(), cache)
 
 
-@pytest.mark.parametrize("wrong", ["dtype", "device", "length"])
-def test_the_cuda_twin_refuses_other_lists(wrong: str) -> None:
-    try:
-        CUDA.load()
-    except ImportError as error:
-        pytest.skip(str(error))
+@pytest.mark.parametrize("twin", ["cuda"], indirect=True)
+def test_the_cuda_twin_refuses_lists_elsewhere(twin: Twin) -> None:
     slot = torch.zeros(2, dtype=torch.int64, device=GPU)
-    other = {"dtype": slot.int(), "device": slot.cpu(), "length": slot[:1]}[wrong]
     pages, first = torch.zeros(1, 16, 8, device=GPU), torch.tensor([0, 2], device=GPU)
-    with forced("cuda"), pytest.raises(RuntimeError, match="dest_slots: expected"):
-        compact_pages(pages, slot, other, first)
+    with pytest.raises(RuntimeError, match="dest_slots: expected"):
+        twin(pages, slot, slot.cpu(), first)

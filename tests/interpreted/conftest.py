@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.kernel_checks import poisoned
+from benchmarks.gpu.kernel_checks import forced, poisoned
 from support.interpreter import patch_once
 from support.scattered_pages import Make
-from vllm_kvpolicy.kernels.dispatch import forced
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 collect_ignore_glob = [] if INTERPRETS else ["test_*.py"]

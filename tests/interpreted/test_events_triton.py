@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from support.sweeps import some
 from support.worker.chain_engine import Chain, Setup
 from support.worker.chain_policy import ScriptedPolicy
 from support.worker.event_world import DIM, HEADS, World
 from vllm_kvpolicy.kernels.compact_pages import compact_pages
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.paged_reductions import paged_cosines, paged_norms
 from vllm_kvpolicy.kernels.segment_quota import segment_quota
 from vllm_kvpolicy.kernels.window_usage import window_usage

@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import GridExecutor
 
+from benchmarks.gpu.kernel_checks import forced
 from support.sweeps import some
 from support.words import built
 from support.worker.event_world import World
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.policies.admissions.dms.policy import (
     DelayedEviction,
     attach_borrowed,

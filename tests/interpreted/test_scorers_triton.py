@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from support import event_inputs as events
 from support.calibration_files import make_calibration
 from support.scattered_pages import scattered
 from support.words import built
 from vllm_kvpolicy.kernels import paged_reductions
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.policies.names import SCORERS as ROWS
 from vllm_kvpolicy.policies.scorers.keydiff import KeyDiffScorer
 from vllm_kvpolicy.policies.scorers.knorm import KnormScorer

@@ -145,20 +145,3 @@ def test_an_event_does_not_see_its_neighbours(batch: list[Event]) -> None:
         alone = assign([event])
         for name in ("first", "pages", "unmoved"):
             assert torch.equal(getattr(together, name)[row], getattr(alone, name)[0])
-
-
-def test_by_hand() -> None:
-    """Head 0 gives 13 away and keeps 10, 11; head 1 has only 12, which it keeps."""
-    event = Event(
-        held=[[10, 99, 11, 13], [12]],
-        dest=[5, 6, 7],
-        quota=[2, 3],
-        num_blocks=60,
-        num_kv_heads=2,
-        rng=Random(0),
-    )
-    lists = assign([event])
-    assert lists.first.tolist() == [[0, 2, 5]]
-    assert lists.pages.tolist() == [[10, 11, 12, 13, 14, 0]]
-    assert lists.unmoved is not None
-    assert lists.unmoved.tolist() == [[True, False, True, False, False, False]]

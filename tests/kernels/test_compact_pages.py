@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu.kernel_checks import forced
 from support.twins_of_moves import *  # noqa: F403
 from support.worker.page_moves import Head, move_arguments
 from vllm_kvpolicy.kernels import compact_pages as module
@@ -16,7 +17,6 @@ from vllm_kvpolicy.kernels.compact_pages import (
     list_survivors,
     survivor_moves,
 )
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.libraries import CUDA
 
 in_cpp = compact_pages.implementation("cpu")

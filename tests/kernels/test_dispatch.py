@@ -1,5 +1,6 @@
 """Which implementation runs: by device, by table, by demand, by force; counted."""
 
+import inspect
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -8,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from vllm_kvpolicy import compat, kernels
 from vllm_kvpolicy.kernels import cpu, cuda, dispatch, libraries, preferences
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.libraries import CPU, CUDA
 from vllm_kvpolicy.kernels.paged import PagedTokens
 
@@ -190,7 +192,8 @@ def test_the_line_names_every_operation(demand, built) -> None:
     assert set(preferences.OPERATIONS) <= set(names)
 
 
-def test_the_table_names_every_operation_and_no_more() -> None:
+def operations() -> dict[str, Operation]:
+    """Return all operations of the package."""
     found = {}
     for stem in iter_modules(kernels.__path__):
         module = import_module(f"vllm_kvpolicy.kernels.{stem.name}")
@@ -199,6 +202,28 @@ def test_the_table_names_every_operation_and_no_more() -> None:
             for value in vars(module).values()
             if isinstance(value, Operation)
         }
+    return found
+
+
+def parameters(function: object) -> list[tuple[str, object]]:
+    """Return the names and defaults of what a function takes."""
+    given = inspect.signature(function).parameters.values()
+    return [(each.name, each.default) for each in given]
+
+
+@pytest.mark.parametrize("name", preferences.OPERATIONS)
+def test_a_twin_takes_what_its_reference_takes(name: str) -> None:
+    operation = operations()[name]
+    for which in preferences.IMPLEMENTATIONS[1:]:
+        if preferences.has(name, which):
+            twin = operation.implementation(which)
+            home = f"triton.{operation.stem}" if which == "triton" else which
+            assert parameters(twin) == parameters(operation.reference)
+            assert twin.__module__ == f"vllm_kvpolicy.kernels.{home}"
+
+
+def test_the_table_names_every_operation_and_no_more() -> None:
+    found = operations()
     assert set(found) == set(preferences.OPERATIONS)
     for which, module in (("cuda", cuda), ("cpu", cpu)):
         assert set(preferences.IN_CPP[which]) == {

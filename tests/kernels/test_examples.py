@@ -7,6 +7,9 @@ import pytest
 
 MODULES = [
     "events",
+    "block_manager.forecast",
+    "block_manager.levels",
+    "block_manager.pressure",
     "kernels.assign_pages",
     "kernels.compact_pages",
     "kernels.page_tables",

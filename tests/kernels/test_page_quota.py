@@ -54,16 +54,6 @@ def test_equals_dealing(case: tuple[Rows, Rows, Rows, int], total: list[int]) ->
         assert got[g] == want
 
 
-def test_ties_go_to_the_lower_index() -> None:
-    assert quota([[8, 8, 8]], [[0] * 3], [[9] * 3], [5], 16) == [[2, 2, 1]]
-    assert quota([[8, 8, 8]], [[0] * 3], [[9] * 3], [2], 16) == [[1, 1, 0]]
-
-
-def test_largest_remainder() -> None:
-    got = quota([[35, 25, 9, 11]], [[0] * 4], [[9] * 4], [5], 16)
-    assert got == [[2, 2, 0, 1]]
-
-
 def test_counts_of_a_real_model() -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 2**20, (4, 288), generator=generator)

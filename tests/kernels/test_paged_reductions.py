@@ -10,8 +10,10 @@ from itertools import product
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
+from support.twins_of_reductions import further
 from vllm_kvpolicy.kernels import chunks
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from vllm_kvpolicy.kernels.dispatch import Operation
 from vllm_kvpolicy.kernels.paged import PagedTokens
 from vllm_kvpolicy.kernels.paged_reductions import (
     paged_cosines,
@@ -24,7 +26,6 @@ from vllm_kvpolicy.kernels.paged_reductions import (
 EVENTS, LAYERS, HEADS, GROUP, TOKENS = 2, 2, 2, 3, 37
 LENGTHS = torch.tensor([[[37, 1], [20, 33]], [[36, 2], [37, 16]]])
 ROUNDING = 1e-6  # of the sum of the sizes of all terms
-Given = tuple[torch.Tensor, ...]
 
 
 @pytest.fixture(autouse=True)
@@ -41,26 +42,6 @@ def make_keys(size: int, dtype: torch.dtype) -> torch.Tensor:
     keys[is_padding] = torch.nan
     keys[..., -1, 0][is_padding[..., -1]] = torch.inf
     return (3 * keys).to(dtype)
-
-
-def further(name: str, size: int) -> Given:
-    """Return what an operation takes beside keys and lengths."""
-    generator = torch.Generator().manual_seed(1)
-    shape = EVENTS, LAYERS, HEADS * GROUP
-    along = torch.randn(*shape, size, generator=generator)
-    by_length = torch.randn(*shape, size // 2, generator=generator)
-    given = {
-        "paged_projections": (along[:, :, :HEADS],),
-        "paged_pair_projections": (along, by_length),
-        "paged_quadratics": (along, squares(along, generator)),
-    }
-    return given.get(name, ())
-
-
-def squares(along: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return random symmetric matrices for directions [..., D]."""
-    rows = torch.randn(*along.shape, along.shape[-1], generator=generator)
-    return rows + rows.transpose(-1, -2)
 
 
 def norms(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +102,7 @@ def run(name: str, keys: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", [16, 80])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_loops(name: str, size: int, dtype: torch.dtype) -> None:
-    keys, given = make_keys(size, dtype), further(name, size)
+    keys, given = make_keys(size, dtype), further(LENGTHS, size, GROUP)[name]
     got = run(name, keys, *given)
     per_row = GROUP if name in ("paged_pair_projections", "paged_quadratics") else 1
     assert got.dtype == torch.float32
@@ -140,7 +121,7 @@ def test_equals_loops(name: str, size: int, dtype: torch.dtype) -> None:
 def test_neither_chunks_nor_pages_change_a_bit(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys, given = make_keys(16, torch.bfloat16), further(name, 16)
+    keys, given = make_keys(16, torch.bfloat16), further(LENGTHS, 16, GROUP)[name]
     want = run(name, keys, *given)
     padded = torch.nn.functional.pad(keys, (0, 0, 0, 3)).view(-1, 8, 16)  # five pages
     order = torch.randperm(len(padded), generator=torch.Generator().manual_seed(2))
@@ -156,7 +137,7 @@ def test_neither_chunks_nor_pages_change_a_bit(
 @pytest.mark.parametrize("name", CASES)
 def test_keys_of_zeros_have_no_direction(name: str) -> None:
     keys = torch.zeros(EVENTS, LAYERS, HEADS, TOKENS, 16)
-    assert (run(name, keys, *further(name, 16)) == 0).all()
+    assert (run(name, keys, *further(LENGTHS, 16, GROUP)[name]) == 0).all()
 
 
 def test_cosines_reach_both_ends() -> None:
@@ -172,7 +153,7 @@ def test_cosines_reach_both_ends() -> None:
 
 def test_refuses_shapes_that_do_not_fit() -> None:
     keys = PagedTokens.from_dense(make_keys(16, torch.float32))
-    along, by_length = further("paged_pair_projections", 16)
+    along, by_length = further(LENGTHS, 16, GROUP)["paged_pair_projections"]
     with pytest.raises(ValueError, match="directions: expected"):
         paged_projections(keys, LENGTHS, along)
     for wrong in (along[:, :, :-1], along[..., :-1]):

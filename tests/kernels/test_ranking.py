@@ -107,23 +107,6 @@ def test_ascending_indices() -> None:
     assert got.dtype == torch.int64
 
 
-@pytest.mark.parametrize("width", [40, 41, 64, 100])
-def test_padding_changes_nothing(width: int) -> None:
-    score = awkward_scores(4, 40, 9)
-    valid = torch.ones(4, 40, dtype=torch.bool)
-    must = torch.zeros_like(valid)
-    want = top_k_mask(score, must, valid, 17)
-    pad = (0, width - 40)
-    wide = torch.nn.functional.pad(score, pad, value=math.inf)
-    got = top_k_mask(
-        wide,
-        torch.nn.functional.pad(must, pad),
-        torch.nn.functional.pad(valid, pad),
-        17,
-    )
-    assert torch.equal(got[:, :40], want) and not got[:, 40:].any()
-
-
 def graded(score: torch.Tensor, grade: torch.Tensor, among: range) -> list[int]:
     """Return tokens best first: by grade, then by score, then the later one."""
     order = order_of(score.tolist(), list(among))

@@ -49,7 +49,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Compiled:
 
 @pytest.mark.timeout(1200)
 def test_every_kernel_compiles(compiled: Compiled) -> None:
-    """None is missing from typical_launches.py."""
+    """None is missing from benchmarks/gpu/kernel_inputs.py."""
     assert "compact_pages._move_in_place" in compiled.variants
     missing = [name for name, files in compiled.variants.items() if not files]
     assert not missing

@@ -1,15 +1,20 @@
 """Grids fit CUDA, where only the first axis may have more than 65,535 programs."""
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
-from support.typical_launches import empty, float32, int32
 from vllm_kvpolicy.kernels.triton import compact_pages, page_tables
 
 LIMIT = 65_535
 EVENTS, HEADS, TOKENS, BLOCK = 2, 80 * 8, 131_072, 16
 PLACES = HEADS * TOKENS
+empty, int32, float32 = (
+    partial(torch.empty, dtype=dtype, device="meta")
+    for dtype in (torch.int64, torch.int32, torch.float32)
+)
 
 
 class Launches:

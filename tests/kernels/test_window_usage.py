@@ -159,14 +159,6 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(got.last, want.last, rtol=2e-6, atol=1e-9)
 
 
-def test_refuses_shapes_that_do_not_fit() -> None:
-    queries, keys, lengths = make_inputs(torch.float32)
-    with pytest.raises(ValueError, match="queries: expected"):
-        measure(queries[:, :, :5], keys, lengths)
-    with pytest.raises(ValueError, match="queries: expected"):
-        measure(queries[:2], keys, lengths)
-
-
 def padded_alike(pooled: torch.Tensor, window: int) -> torch.Tensor:
     """Give the newest entries of all heads and requests one value, as the authors do.
 

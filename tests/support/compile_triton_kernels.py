@@ -3,21 +3,71 @@
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from types import SimpleNamespace
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 import vllm_kvpolicy.kernels.triton as package
-from support.typical_launches import LAUNCHES
+from benchmarks.gpu.kernel_inputs import CPU, MAKERS, Arguments, Size, make, operations
+from vllm_kvpolicy.kernels.visibility import Decisions
 
 TARGET = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 99 * 1024  # of a program, on the smallest cards that are served
+SIZES = (
+    Size(1, 2, 2, 4, 600, 128, 32, 256, 16, torch.bfloat16),
+    Size(1, 1, 2, 7, 600, 64, 8, 256, 32, torch.float16),
+    Size(1, 1, 2, 4, 600, 128, 32, 256, 16, torch.float32),
+    Size(1, 1, 2, 1, 600, 80, 64, 256, 16, torch.bfloat16),
+    Size(1, 1, 2, 8, 1200, 256, 64, 512, 16, torch.bfloat16),
+    Size(1, 1, 2, 2, 40_000, 32, 32, 1024, 16, torch.float16),
+)
+# Of one operation: bytes and an odd head, and latents (MLA).
+MORE_SIZES = {
+    "compact_pages": (
+        Size(1, 1, 2, 1, 600, 128, 32, 256, 16, torch.uint8),
+        Size(1, 1, 2, 1, 600, 32, 32, 256, 16, torch.uint8),
+        Size(1, 1, 2, 1, 600, 33, 32, 256, 16, torch.float16),
+    ),
+    "window_usage": (Size(1, 1, 1, 128, 600, 576, 64, 256, 16, torch.bfloat16),),
+}
+# What else operations are given, of which kernels of their own are made.
+CHANGES: dict[str, Callable[[Arguments], list[Arguments]]] = {
+    "credited_mass": lambda given: [{"credit": None}],
+    "fill_next_best": lambda given: [{"target": 99}, doubled(given)],
+    "pooled_usage": lambda given: [{"suffix_pad": pad} for pad in ("mean", "none")],
+    "read_survivors": lambda given: [{"first": given["first"].int()}],
+    "resize": lambda given: [doubled(given)],
+    "segment_quota": lambda given: [{"by_mass": False}],
+    "survivor_moves": lambda given: [{"unmoved": None}],
+    "top_k_mask": lambda given: [{"budget": 99}, doubled(given)],
+    "write_until": lambda given: [
+        {"shift": 0},
+        {"decisions": Decisions(given["decisions"].values > 0)},
+    ],
+}
+
+
+def doubled(given: Arguments) -> Arguments:
+    return {"score": given["score"].double()}
+
+
+def launch_all() -> None:
+    """Call every twin with what real servers give it."""
+    known = operations()
+    for label in MAKERS:
+        name = label.partition(",")[0]
+        twin = known[name].implementation("triton")
+        for size in (*SIZES, *MORE_SIZES.get(name, ())):
+            given = make(label, size, 0, CPU)
+            for change in ({}, *CHANGES.get(name, lambda given: [])(given)):
+                twin(**given | change)
 
 
 # Stands for one device that can be compiled for but not be used.
@@ -76,8 +126,7 @@ def main(folder: Path, step: int) -> None:
         return compiled
 
     JITFunction.run = compile_only
-    for launch in LAUNCHES:
-        launch()
+    launch_all()
     for texts in variants.values():
         for file, text in texts.items():
             (folder / file).write_text(text)

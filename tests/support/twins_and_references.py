@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.kernel_checks import poisoned
-from vllm_kvpolicy.kernels.dispatch import Operation, forced
+from benchmarks.gpu.kernel_checks import forced, poisoned
+from vllm_kvpolicy.kernels.dispatch import Operation
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.kernel_checks import forced
 from support.twins_and_references import check_call
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.kernels.ranking import fill_next_best, resize, top_k_mask
 from vllm_kvpolicy.kernels.segment_quota import (
     MASS_UNIT,

@@ -17,11 +17,11 @@ import pytest
 import torch
 from triton.runtime import JITFunction, driver
 
+from benchmarks.gpu.kernel_checks import forced
 from support.compile_triton_kernels import NO_DEVICE
 from support.worker.tiers import make_tier
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.events import LAST_PHASE
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.policies.compose import build
 from vllm_kvpolicy.protocol import CompactEvent
 from vllm_kvpolicy.worker import pages

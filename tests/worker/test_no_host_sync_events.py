@@ -11,8 +11,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.gpu.kernel_checks import forced
 from support.worker.event_world import REQUESTS, World
-from vllm_kvpolicy.kernels.dispatch import forced
 from vllm_kvpolicy.worker import pages
 
 # Of signals and positions, of memory, of both kinds of keys and values.

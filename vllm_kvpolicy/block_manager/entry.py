@@ -1,48 +1,37 @@
 """Decides which waiting requests may start, so that those that run need not stop.
 
 vLLM admits a request when its prompt fits and preempts one when the pool is full. What
-bounded requests will hold is known, so that both can be foreseen:
+bounded requests will hold is known, so that both can be foreseen: a waiting one enters
+when the forecast with it stays within the pool, a running one sits a step out where it
+would take the last superblocks with which somebody gets to the next event. "Who enters"
+in docs/how-it-works.md says what else there is, and why.
 
-* a waiting request enters when the forecast with it stays within the pool, without
-  running requests of lower priority where vLLM schedules by priority: it preempts them;
-* a running one sits a step out where it would take the last superblocks with which
-  somebody gets to the next event. Where that costs more tokens than a preemption, vLLM
-  preempts: answers were longer than expected.
-
-Where events are called for (`pressure`), one enters when there is room beside the
-floors of all, as soon as calls have made it.
-
-One that does not fit to its end enters as well if it computes more until the pool is
-full than it costs to compute it again: vLLM preempts then. Where all fit, answers have
-known lengths, and vLLM does not speculate, nobody is preempted. Where it does, drafts
-take superblocks, and how fast a request advances is not known: it is expected to hold
-the most of the next superblock of tokens, and booked anew when it has left its booking
-behind. Requests without a bound (`kv_policy` "none", and policies that may keep
-everything) follow vLLM's rule; what they hold now counts as if they held it for ever.
+Where vLLM speculates, drafts take superblocks, and how fast a request advances is not
+known: it is expected to hold the most of the next superblock of tokens, and booked anew
+when it has left its booking behind.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from vllm.utils.math_utils import cdiv
 from vllm.v1.request import Request
 
-from vllm_kvpolicy.block_manager.claim import Claim
+from vllm_kvpolicy.block_manager.engine_state import EngineState
 from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
     PRICE,
-    Forecast,
     computed_levels,
     course_peak,
     held_levels,
     is_worth,
     window_levels,
 )
-from vllm_kvpolicy.block_manager.manager import KVPolicyManager
 from vllm_kvpolicy.block_manager.output_lengths import OutputLengths, may_stop
-from vllm_kvpolicy.block_manager.planner import Planner, RequestState
-from vllm_kvpolicy.block_manager.pressure import Pressure
+from vllm_kvpolicy.block_manager.planner import RequestState
+from vllm_kvpolicy.block_manager.pressure import Pressure, at_floor
 from vllm_kvpolicy.block_manager.sharing import Sharing
 from vllm_kvpolicy.events import NO_STEP
 from vllm_kvpolicy.sizes import OtherGroups
@@ -52,18 +41,8 @@ NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass
-class Entry:
+class Entry(EngineState):
     """Decides who enters and who waits, for one engine.
-
-    Args:
-        step_tokens: most tokens that a step computes.
-        chunk_tokens: most of one prompt that a step computes; 0 for no limit.
-        late_steps: steps for which a request that has ended keeps what it held: 1 with
-            asynchronous scheduling.
-        watermark: superblocks that vLLM wants to be free behind one that enters.
-        num_drafts: speculated tokens that a step computes at most for a request.
-        window_tokens: most queries that an event reads.
-        calls_events: events are called for when the pool runs short, see `pressure`.
 
     Attributes:
         pressure: calls for the events of requests that have them on call.
@@ -71,24 +50,11 @@ class Entry:
         num_waits: steps that running requests sat out for others.
     """
 
-    planner: Planner
-    manager: KVPolicyManager
-    max_model_len: int
-    step_tokens: int
-    late_steps: int
-    by_priority: bool = False
-    watermark: int = 0
-    num_drafts: int = 0
-    window_tokens: int = 0
-    calls_events: bool = False
-    chunk_tokens: int = 0
-    forecast: Forecast = field(default_factory=Forecast)
     lengths: OutputLengths = field(default_factory=OutputLengths)
     num_held_back: int = 0
     num_waits: int = 0
-    # By request, how many of its tokens are expected to be computed.
-    _last: dict[str, int] = field(default_factory=dict)
-    _running: dict[str, Request] = field(default_factory=dict)
+    # Who claims superblocks of less urgent requests, and how many: `_claim_room`.
+    claim: tuple[Request, int] | None = None
     _entered: list[str] = field(default_factory=list)
     # Requests that have sat a step out and are behind their bookings.
     _stopped: list[str] = field(default_factory=list)
@@ -106,24 +72,12 @@ class Entry:
 
     def __post_init__(self) -> None:
         self.lengths.unfinished = self._unfinished
-        self._claim = Claim(self.manager, self.watermark)
-        known = self.planner, self.manager, self.forecast, self._running, self._last
-        self.shared = Sharing(*known, self.num_drafts)
+        self.shared = Sharing(self)
         self.pressure = Pressure(
-            self.planner,
-            self.manager,
-            self.forecast,
-            self._running,
-            self._last,
+            self,
             rebook=self.rebook,
             expected=self._expected,
-            unforeseen=lambda: self._unforeseen(self.manager.num_taken, NOBODY),
-            step_tokens=self.chunk_tokens or self.step_tokens,
-            max_model_len=self.max_model_len,
-            late_steps=self.late_steps,
-            notice=max(self.window_tokens, self.num_drafts),
-            by_priority=self.by_priority,
-            watermark=self.watermark,
+            room=self._room,
         )
 
     @property
@@ -138,7 +92,7 @@ class Entry:
 
     def _unfinished(self) -> Iterator[int]:
         """Yield how long the answers are that run and may stop."""
-        for request in self._running.values():
+        for request in self.running.values():
             if may_stop(request):
                 yield request.num_output_tokens
 
@@ -153,14 +107,14 @@ class Entry:
     ) -> int:
         """Return how many tokens a waiting request computes in this step; 0 for none.
 
-        For what less urgent ones give, see `Claim`.
+        For what less urgent ones give, see `_claim_room`.
 
         Args:
             computed: its tokens that the prefix cache gives it.
         """
         request_id, state = request.request_id, self._bounded(request.request_id)
-        self._claim.drop()
-        self._claim.take_turn(request)
+        self.claim = None
+        self._take_turn(request)
         if state is not None:
             if state.plan.is_called:
                 self.planner.plan_inside(request_id, None)
@@ -188,12 +142,49 @@ class Entry:
                 self.num_held_back += 1
                 return 0
             self._entered.append(request_id)
-            self._running[request_id] = request
-            self._book(request_id, state, levels, offset)
+            self.running[request_id] = request
+            self._book(request_id, levels, offset)
         if leaving:
             shared = self.shared.of(request_id)
-            self._claim.make(request, shared.loose + shared.pinned, leaving)
+            self._claim_room(request, shared.loose + shared.pinned, leaving)
         return num_new
+
+    def _claim_room(
+        self, request: Request, num_shared: int, leaving: frozenset[str]
+    ) -> None:
+        """Claim what a request takes to enter, if that comes back at all.
+
+        vLLM preempts for the sake of requests that run, not of those that wait. So what
+        a waiting one takes counts as taken in the turns of less urgent requests: these
+        take no more, and vLLM preempts the last of them until as much is free. vLLM
+        waives the watermark where nobody else runs.
+
+        Args:
+            num_shared: superblocks of its cached prefix that others go on holding.
+        """
+        manager, known = self.manager, request.num_tokens
+        needed = self.planner.peak_blocks(request.request_id, known, num_shared)
+        if needed is None:
+            needed = cdiv(known, manager.block_size) - num_shared
+        needed += self._others.most_blocks(known)
+        staying = manager.num_staying(leaving)
+        room = manager.num_usable - staying
+        wanted = needed + self.watermark
+        if not staying:
+            wanted = max(needed, min(wanted, room))
+        if wanted <= room:
+            self.claim = request, wanted
+
+    def _drop_claim_of(self, request_ids: Container[str]) -> None:
+        """Claim nothing for requests that have entered or are gone."""
+        if self.claim is not None and self.claim[0].request_id in request_ids:
+            self.claim = None
+
+    def _take_turn(self, request: Request) -> None:
+        """Note whose turn it is, and so what it leaves to a more urgent one."""
+        self.manager.claimed = 0
+        if self.claim is not None and request.priority > self.claim[0].priority:
+            self.manager.claimed = self.claim[1]
 
     def _waits_for_cuts(self, request_id: str) -> bool:
         """Return whether cuts may still make room for a request in time.
@@ -204,7 +195,7 @@ class Entry:
         """
         step, states = self.forecast.step, self.planner.states
         waited = step - self._since.setdefault(request_id, step)
-        is_called = any(states[each].call is not None for each in self._running)
+        is_called = any(states[each].call is not None for each in self.running)
         return waited < 2 or (is_called and waited <= self.pressure.lead_steps)
 
     def follow(self, request: Request, computed: int, num_new: int) -> None:
@@ -217,7 +208,7 @@ class Entry:
             as_expected = computed + num_new < request.num_tokens
         else:
             as_expected = 0 <= computed - step - booking.offset <= self._draft_slack
-            as_expected &= computed + num_new <= self._last[request.request_id]
+            as_expected &= computed + num_new <= self.last[request.request_id]
         if self.shared.is_over(request.request_id):
             self.shared.look_again(request.request_id)
             as_expected = False
@@ -225,7 +216,7 @@ class Entry:
             return
         state = self.planner.states[request.request_id]
         levels, offset = self._levels(request, state, computed, num_new)
-        self._book(request.request_id, state, levels, offset)
+        self._book(request.request_id, levels, offset)
 
     def foresee(self, waiting: Sequence[Request]) -> None:
         """Call for events that the pool will need; a step is about to be scheduled.
@@ -240,7 +231,7 @@ class Entry:
 
     def rebook(self, request_id: str) -> None:
         """Book a running request anew before its turn, because its events changed."""
-        request = self._running.get(request_id)
+        request = self.running.get(request_id)
         if request is None:
             return
         state, computed = self.planner.states[request_id], request.num_computed_tokens
@@ -248,31 +239,21 @@ class Entry:
         known = request.num_tokens + request.num_output_placeholders
         num_new = max(min(known - computed, self.step_tokens), 1)
         levels, offset = self._levels(request, state, computed, num_new)
-        self._book(request_id, state, levels, offset)
+        self._book(request_id, levels, offset)
 
-    def _book(
-        self,
-        request_id: str,
-        state: RequestState,
-        levels: np.ndarray,
-        offset: int | None,
-    ) -> None:
+    def _book(self, request_id: str, levels: np.ndarray, offset: int | None) -> None:
         self.forecast.book(request_id, levels, offset)
         if self.calls_events:
             pins = self.shared.pins(request_id)
-            self.pressure.book(request_id, state, levels, pins, offset)
+            self.pressure.book(request_id, levels, pins, offset)
 
     def leave(self, request: Request) -> None:
         """Forget a request that has been preempted or has ended; learn from the end."""
         self._forget(request.request_id)
         self._since.pop(request.request_id, None)
         self._num_lost = 0
-        self._claim.drop_of((request.request_id,))
+        self._drop_claim_of((request.request_id,))
         self.lengths.learn_from(request)
-
-    def pause(self) -> None:
-        """Let nobody make way for one that waits, because nobody is let in."""
-        self._claim.drop()
 
     def finish_step(self, scheduled: Collection[str]) -> None:
         """Go on to the next step; forget who was let in and found no superblock."""
@@ -280,7 +261,7 @@ class Entry:
             if request_id not in scheduled:
                 self._forget(request_id)
         self._entered.clear()
-        self._claim.drop_of(scheduled)
+        self._drop_claim_of(scheduled)
         self.forecast.step += 1
         self.pressure.at_floors.step += 1
         # One that is preempted computes nothing, either.
@@ -291,7 +272,7 @@ class Entry:
     def _forget(self, request_id: str) -> None:
         self.forecast.cancel(request_id)
         self.pressure.leaves(request_id)
-        known = self.shared.by_request, self._last, self._running, self._waits
+        known = self.shared.by_request, self.last, self.running, self._waits
         for each in known:
             each.pop(request_id, None)
 
@@ -305,10 +286,9 @@ class Entry:
         Args:
             leaving: requests that find no room beside it, where there is none.
         """
-        staying, usable = self.manager.num_staying(leaving), self.manager.num_usable
         if self._is_alone(leaving):
             return True
-        room = usable - self._unforeseen(staying, leaving)
+        room = self._room(leaving)
         held = self.forecast.beside(levels, leaving)
         price = self._tokens_alone(request)
         if not self.calls_events and not is_worth(held, room, price):
@@ -317,7 +297,8 @@ class Entry:
             held = held[: self.pressure.lead_steps + 1]
             reserve = self.pressure.reserve(len(held) - 1)
             return int((held + reserve).max()) <= room
-        left = usable - staying - int(levels[0])
+        staying = self.manager.num_staying(leaving)
+        left = self.manager.num_usable - staying - int(levels[0])
         return left >= levels.max() - levels[0] or self._proceeds(left, leaving)
 
     def _is_alone(self, leaving: frozenset[str]) -> bool:
@@ -337,12 +318,17 @@ class Entry:
         levels: np.ndarray,
         leaving: frozenset[str] = NOBODY,
     ) -> bool:
-        """Return whether there is room beside all others at their floors."""
-        floor = self.pressure.floor(state, self._last[request.request_id])
-        soon = self._soon(state, levels)
-        pins = self.shared.pins(request.request_id)
-        price = self._tokens_alone(request)
-        return self.pressure.fits(price, levels, floor, pins, soon, leaving)
+        """Return whether there is room beside all others at their floors.
+
+        That calls can make; see `is_worth`.
+        """
+        pressure, request_id = self.pressure, request.request_id
+        floor = pressure.floor(state, self.last[request_id])
+        held = at_floor(levels, floor, self.shared.pins(request_id))
+        steps = pressure.lead_steps + 1
+        held[:steps] = np.maximum(held[:steps], self._soon(state, levels))
+        held = pressure.at_floors.beside(held, leaving)
+        return is_worth(held, self._room(), self._tokens_alone(request))
 
     def _tokens_alone(self, request: Request) -> int:
         """Return the tokens of a waiting request less what others have pinned of them.
@@ -351,26 +337,29 @@ class Entry:
         least, so that it gets so far before it stops. What is not pinned may be gone by
         then, as may what layers with a window need to begin behind it.
         """
-        size, pinned = (
-            self.manager.block_size,
-            self.shared.of(request.request_id).pinned,
-        )
+        size = self.manager.block_size
+        pinned = self.shared.of(request.request_id).pinned
         kept = 0 if self._others.count else pinned * size
         return max(request.num_tokens - kept, size)
 
-    def _unforeseen(self, staying: int, leaving: frozenset[str]) -> int:
-        """Return how many of the superblocks that stay no booking accounts for."""
+    def _room(self, leaving: frozenset[str] = NOBODY) -> int:
+        """Return the superblocks of the pool, less those that stay without a booking.
+
+        Args:
+            leaving: requests of which nothing stays.
+        """
+        usable, staying = self.manager.num_usable, self.manager.num_staying(leaving)
         step, bookings = self.forecast.step, self.forecast.bookings
         rows = self.manager.req_to_blocks.keys()
         is_simple = not leaving and rows <= bookings.keys()
         is_simple = is_simple and not self.shared.has_any
         if is_simple and all(booking.end > step for booking in bookings.values()):
-            return 0  # without a look at every superblock
+            return usable  # without a look at every superblock
         others = bookings.keys() - leaving
         booked = [name for name in others if bookings[name].end > step]
         foreseen = self.manager.num_held_by(booked)
         foreseen -= sum(self.shared.discount(name, step) for name in booked)
-        return max(staying - foreseen, 0)
+        return usable - max(staying - foreseen, 0)
 
     def _expected(self, request: Request) -> int:
         """Return how many tokens a request will have, prompt and answer."""
@@ -402,16 +391,14 @@ class Entry:
         end = min(computed + num_new, known)  # drafts may be rejected
         # An answer's last token is not computed.
         last = max(self._expected(request) - 1, computed + num_new)
-        self._last[request.request_id] = last
+        self.last[request.request_id] = last
         course = state.course() if state.plan.is_called else None
         if end < known:
             peak = footprint.peak_blocks(known)
             if course is not None:
                 peak = course_peak(footprint, course, known)
             coming = held_levels(footprint, known, min(last, known + HORIZON), course)
-            num_steps = -(
-                -(known - computed) // (self.chunk_tokens or self.step_tokens)
-            )
+            num_steps = -(-(known - computed) // self.prompt_step)
             levels = np.concatenate([np.full(num_steps, peak), coming])
             levels = np.maximum.accumulate(levels) + self._others.most_blocks(last)
             return levels, None
@@ -451,7 +438,7 @@ class Entry:
             find_victim: returns whom vLLM would preempt.
         """
         request_id = request.request_id
-        self._claim.take_turn(request)
+        self._take_turn(request)
         free = self._num_free
         if request_id not in self.forecast.bookings or free < 0:
             return num_new
@@ -520,7 +507,7 @@ class Entry:
 
     def _most_missing(self, request_id: str) -> int:
         """Return at least what a request takes to its end; found without a search."""
-        last = self._last[request_id] + self.manager.lookahead_tokens
+        last = self.last[request_id] + self.manager.lookahead_tokens
         own = last // self.manager.block_size + 2
         beside = self._others.count * (last // self._others.block_size + 2)
         window = self.planner.states[request_id].footprint.window_blocks
@@ -560,9 +547,9 @@ class Entry:
         Its first event takes superblocks in place of those that others hold, too.
         """
         state, manager = self.planner.states[request_id], self.manager
-        request = self._running[request_id]
+        request = self.running[request_id]
         # An answer may outlive what was expected.
-        last = max(self._last[request_id], request.num_computed_tokens + 1)
+        last = max(self.last[request_id], request.num_computed_tokens + 1)
         end = min(self.planner.coming_event(request_id), last)
         known = request.num_tokens + request.num_output_placeholders
         step = min(max(known - state.computed, 1), self.step_tokens)

@@ -8,7 +8,7 @@ of them hold together is the sum.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ HORIZON = 8192  # steps; what a request holds later is booked when they have pas
 PRICE = 0.5  # tokens of an answer that a token computed again in a prompt is worth
 
 
-@dataclass(frozen=True)
-class Course:
+class Course(NamedTuple):
     """The events of a request that are known, and what it holds between them.
 
     Args:
@@ -55,13 +54,24 @@ def held_levels(
         last: position behind the last one.
         course: of events that are called for; None where their positions are fixed.
     """
+    if course is None:
+        events = _events(footprint.events, last)
+        frontiers = np.insert(footprint.frontier_blocks(events), 0, 0)
+        kept = np.insert(footprint.global_blocks(events), 0, 0)
+    else:
+        events, frontiers, kept = map(np.array, course)
+
+    def held_at(token: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Return what is held once a token is computed, after so many events."""
+        has_window = token >= events[number] - footprint.window_tokens
+        own = kept[number] + footprint.blocks(token + 1) - frontiers[number]
+        return own + has_window * footprint.window_blocks
+
     token = np.arange(first, last)
-    course = course or _fixed_course(footprint, last)
-    events = np.array(course.events)
     number = np.searchsorted(events, token, side="right")  # of events so far
-    held = _held(footprint, course, number, token)
+    held = held_at(token, number)
     at_event = events[(events >= first) & (events < last)] - first
-    before = _held(footprint, course, number[at_event] - 1, token[at_event] - 1)
+    before = held_at(token[at_event] - 1, number[at_event] - 1)
     held[at_event] = np.maximum(held[at_event], before)
     return held
 
@@ -69,22 +79,13 @@ def held_levels(
 def course_peak(footprint: Footprint, course: Course, last: int) -> int:
     """Return the most superblocks held on the way to `last` tokens."""
     peak = 0
-    for event, frontier, kept in zip(
-        course.events, course.frontiers, course.kept, strict=True
-    ):
+    for event, frontier, kept in zip(*course, strict=True):
         end = min(event, last)
         window = footprint.window_blocks if end > event - footprint.window_tokens else 0
         peak = max(peak, kept + footprint.blocks(end) - frontier + window)
         if event >= last:
             break
     return peak
-
-
-def _fixed_course(footprint: Footprint, last: int) -> Course:
-    events = _events(footprint.events, last)
-    frontiers = np.insert(footprint.frontier_blocks(events), 0, 0)
-    kept = np.insert(footprint.global_blocks(events), 0, 0)
-    return Course(*(tuple(each.tolist()) for each in (events, frontiers, kept)))
 
 
 def _events(plan: EventPlan, last: int) -> Any:
@@ -95,17 +96,6 @@ def _events(plan: EventPlan, last: int) -> Any:
         position = plan.next_event(position + 1)
     steps = np.arange(max(-(-(last - position) // plan.interval), 0) + 1)
     return np.concatenate([found, position + steps * plan.interval]).astype(np.int64)
-
-
-def _held(
-    footprint: Footprint, course: Course, number: np.ndarray, token: np.ndarray
-) -> np.ndarray:
-    """Return what is held once a token is computed and `number` events have passed."""
-    frontier, kept = np.asarray(course.frontiers), np.asarray(course.kept)
-    held = kept[number] + footprint.blocks(token + 1) - frontier[number]
-    due = np.asarray(course.events)[number]
-    has_window = token >= due - footprint.window_tokens
-    return held + has_window * footprint.window_blocks
 
 
 def window_levels(

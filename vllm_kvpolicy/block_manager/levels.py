@@ -1,5 +1,6 @@
 """To which level requests are cut, so that enough superblocks come back."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -115,16 +116,10 @@ class Levels:
         """Return the highest level at which enough comes back; None for none."""
         if lacking <= 0:
             return int(self.held.max())
-        low, high = 0, int(self.held.max())
-        if self.gain(low) < lacking:
+        if self.gain(0) < lacking:
             return None
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.gain(middle) >= lacking:
-                low = middle
-            else:
-                high = middle
-        return low
+        higher = range(1, int(self.held.max()))
+        return bisect_left(higher, True, key=lambda level: self.gain(level) < lacking)
 
     def cut_to(self, level: int) -> list[tuple[Row, int]]:
         """Return those who are cut at a level, and to what."""

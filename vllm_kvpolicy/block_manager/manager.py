@@ -171,8 +171,7 @@ class Turnover:
     def net_taken(self) -> int:
         """How many free blocks the pool has less afterwards; negative for more."""
         freed = sum(block.ref_cnt == 1 for block in self.let_go)
-        surplus = sum(self.writable) + self.num_fresh - self.num_dest
-        return self.num_fresh - freed - surplus
+        return self.num_dest - sum(self.writable) - freed
 
     def homes(self, fresh: Sequence[KVCacheBlock]) -> list[KVCacheBlock]:
         """Return what may be written, at least `num_dest` blocks.
@@ -329,19 +328,17 @@ class KVPolicyManager(FullAttentionManager):
         return super().pop_blocks_for_free(request_id) + window
 
     def run_due_event(self, request_id: str) -> None:
-        """Carry out the event that a request has in this step, if any, once."""
-        state = self.planner.due(request_id)
-        if state is not None:
-            self._run_event(request_id, state)
+        """Carry out the event that a request has in this step, if any, once.
 
-    def _run_event(self, request_id: str, state: RequestState) -> None:
-        """Replace what a request owns below its new frontier by its destinations.
-
-        Cached and shared superblocks are read and let go, never written: what the
-        prefix cache holds stays there for others, and for the next turn of the same
-        conversation. They are let go before destinations are taken, so that a full
-        pool needs no room for both, but for those that other requests hold.
+        What it owns below its new frontier is replaced by its destinations. Cached and
+        shared superblocks are read and let go, never written: what the prefix cache
+        holds stays there for others, and for the next turn of the same conversation.
+        They are let go before destinations are taken, so that a full pool needs no room
+        for both, but for those that other requests hold.
         """
+        state = self.planner.due(request_id)
+        if state is None:
+            return
         turnover = self._turnover(request_id, state)
         blocks, owned = self.req_to_blocks[request_id], turnover.owned
         pinned = state.pinned
@@ -422,20 +419,16 @@ class KVPolicyManager(FullAttentionManager):
             peak = self.planner.peak_blocks(request_id, num_tokens, num_shared)
             if peak is not None:
                 return max(peak - self._num_own(request_id), 0)
-        beside = self._taken_beside(request_id, num_tokens_main_model)
-        return (
-            self.claimed
-            + beside
-            + super().get_num_blocks_to_allocate(
-                request_id,
-                num_tokens,
-                new_computed_blocks,
-                total_computed_tokens,
-                num_local_computed_tokens,
-                num_tokens_main_model,
-                apply_admission_cap,
-                prefill_end,
-            )
+        beside = self.claimed + self._taken_beside(request_id, num_tokens_main_model)
+        return beside + super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+            prefill_end,
         )
 
     def _taken_beside(self, request_id: str, num_tokens: int) -> int:

@@ -67,7 +67,8 @@ class OtherBlocks:
         newest = list(self._newest(request_id))
         end = min(computed + step, num_tokens)
         left = self.sizes.first_block(self.num_processed(request_id), 0)
-        first_step = self._taken(request_id, end) - _coming_back(newest, left)
+        back = sum(index < left and block.ref_cnt <= 1 for index, block in newest)
+        first_step = self._taken(request_id, end) - back
         if end == num_tokens:
             return first_step
         wanted = min(
@@ -100,11 +101,6 @@ def held_by_no_others(blocks: Iterable[Any]) -> int:
     num_here = Counter(block.block_id for block in found)
     ref_counts = {block.block_id: block.ref_cnt for block in found}
     return sum(ref_counts[each] <= num_here[each] for each in num_here)
-
-
-def _coming_back(blocks: Iterable[tuple[int, Any]], left: int) -> int:
-    """Return how many superblocks before place `left` nobody else holds."""
-    return sum(index < left and block.ref_cnt <= 1 for index, block in blocks)
 
 
 def run_events_first(coordinator: KVCacheCoordinator, own: Any) -> None:

@@ -497,10 +497,19 @@ class Planner:
             return NO_COMMANDS
         captures = []
         for request_id, state in self._windows.items():
-            num_tokens = num_scheduled.get(request_id, 0)
+            first = max(state.computed, state.window_start)
+            end = state.computed + num_scheduled.get(request_id, 0)
             # Drafts that were rejected may have opened it too early.
-            if num_tokens and state.computed + num_tokens > state.window_start:
-                captures.append(self._capture(request_id, state, num_tokens))
+            if end > first:
+                captures.append(
+                    WindowCapture(
+                        request_id=request_id,
+                        window_blocks=state.window,
+                        first_token=first - state.computed,
+                        first_row=first - state.window_start,
+                        num_tokens=end - first,
+                    )
+                )
         missing = self._events.keys() - num_scheduled.keys()
         if missing:
             raise RuntimeError(
@@ -564,16 +573,3 @@ class Planner:
         state = self.states[request_id]
         state.window = blocks
         self._windows[request_id] = state
-
-    def _capture(
-        self, request_id: str, state: RequestState, num_tokens: int
-    ) -> WindowCapture:
-        window_start = state.window_start
-        first = max(state.computed, window_start)
-        return WindowCapture(
-            request_id=request_id,
-            window_blocks=state.window,
-            first_token=first - state.computed,
-            first_row=first - window_start,
-            num_tokens=state.computed + num_tokens - first,
-        )

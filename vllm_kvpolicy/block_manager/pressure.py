@@ -11,7 +11,7 @@ unless all are at their floors.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from vllm.v1.request import Request
 
+from vllm_kvpolicy.block_manager.engine_state import EngineState
 from vllm_kvpolicy.block_manager.forecast import (
     HORIZON,
     Forecast,
@@ -26,8 +27,7 @@ from vllm_kvpolicy.block_manager.forecast import (
     is_worth,
 )
 from vllm_kvpolicy.block_manager.levels import Levels, Row, by_urgency, water_fill
-from vllm_kvpolicy.block_manager.manager import KVPolicyManager
-from vllm_kvpolicy.block_manager.planner import Call, Planner, RequestState
+from vllm_kvpolicy.block_manager.planner import Call, RequestState
 from vllm_kvpolicy.events import after_event
 from vllm_kvpolicy.observe.metrics import CEILING, ENTERING, GROWTH, PRIORITY
 
@@ -39,17 +39,9 @@ class Pressure:
     """Decides who has an event, when, and how deep, for one engine.
 
     Args:
-        running: bounded requests that run, by id.
-        last: by request, how many of its tokens are expected to be computed.
         rebook: books a request anew, by id, after a call.
         expected: returns how many tokens a request will have.
-        unforeseen: returns the superblocks that no booking accounts for.
-        step_tokens: most tokens of a prompt that a step computes.
-        max_model_len: most tokens of a request.
-        late_steps: by which what is scheduled may be ahead of what has been computed.
-        notice: most tokens from a call to its event: queries to read, or drafts.
-        by_priority: less urgent requests are cut first.
-        watermark: superblocks that vLLM wants to be free behind one that enters.
+        room: returns the superblocks of the pool but those taken without a booking.
 
     Attributes:
         level: tokens per KV head to which the last calls have cut, what is pinned not
@@ -57,20 +49,10 @@ class Pressure:
         num_calls: by cause.
     """
 
-    planner: Planner
-    manager: KVPolicyManager
-    forecast: Forecast
-    running: Mapping[str, Request]
-    last: Mapping[str, int]
+    engine: EngineState
     rebook: Callable[[str], None]
     expected: Callable[[Request], int]
-    unforeseen: Callable[[], int]
-    step_tokens: int
-    max_model_len: int
-    late_steps: int
-    notice: int
-    by_priority: bool = False
-    watermark: int = 0
+    room: Callable[[], int]
     level: int | None = None
     num_calls: Counter[str] = field(default_factory=Counter)
     # What all hold that are cut to their floors as often as they may be.
@@ -90,13 +72,18 @@ class Pressure:
     @property
     def lead_steps(self) -> int:
         """Steps from a call to the last of the events that are called for with it."""
-        rounds = len(self.running) // self.planner.limits.events_per_step
+        rounds = len(self.engine.running) // self.engine.planner.limits.events_per_step
         return self._effect + rounds
+
+    @property
+    def notice(self) -> int:
+        """Most tokens from a call to its event: queries to read, or drafts."""
+        return max(self.engine.window_tokens, self.engine.num_drafts)
 
     @property
     def _effect(self) -> int:
         """Steps from a call to what comes back."""
-        return self.notice + self.late_steps + 1
+        return self.notice + self.engine.late_steps + 1
 
     def reserve(self, last: int) -> np.ndarray:
         """Return [last + 1] int64: superblocks of windows that may still be called for.
@@ -108,14 +95,14 @@ class Pressure:
             one = max((blocks for _, blocks in self._windows.values()), default=0)
             mean = sum(share * blocks for share, blocks in self._windows.values())
             self._wanted = max(math.ceil(mean), one)
-        found = np.full(last + 1, self._wanted)
+        found, engine = np.full(last + 1, self._wanted), self.engine
         for request_id in list(self._called):
-            call = self.planner.states[request_id].call
+            call = engine.planner.states[request_id].call
             if call is None:
                 del self._called[request_id]
                 continue
             # Longer than it has to be in a prompt, which takes fewer steps than tokens.
-            steps = call.position - self.running[request_id].num_computed_tokens
+            steps = call.position - engine.running[request_id].num_computed_tokens
             found[: max(steps, 0)] -= self._called[request_id]
         return found.clip(0)
 
@@ -128,7 +115,7 @@ class Pressure:
             last: how many of its tokens will be computed.
             in_prompt: it has yet to compute tokens of its prompt.
         """
-        footprint, sizes = state.footprint, self.manager.others.sizes
+        footprint, sizes = state.footprint, self.engine.manager.others.sizes
         if not state.plan.is_called:
             return footprint.peak_blocks(last) + sizes.most_blocks(last, 1)
         at = footprint.events.budget, footprint.recent, state.spacing
@@ -140,48 +127,21 @@ class Pressure:
             mean = max(mean, course_peak(footprint, state.course(), state.inside[1]))
         return mean + min(sizes.mean_blocks, sizes.most_blocks(last, 1))
 
-    def fits(
-        self,
-        known: int,
-        levels: np.ndarray,
-        floor: float,
-        pins: np.ndarray,
-        soon: int,
-        leaving: Collection[str] = (),
-    ) -> bool:
-        """Return whether calls can make room for one more request, see `is_worth`.
-
-        Args:
-            known: its tokens when it enters, less those that others have pinned.
-            levels: [S] int64, superblocks that it holds if it is not cut.
-            floor: superblocks that it holds at its floor.
-            pins: [any], of them pinned ones that others account for.
-            soon: that it holds until an event that is called now has passed.
-        """
-        levels = at_floor(levels, floor, pins)
-        steps = self.lead_steps + 1
-        levels[:steps] = np.maximum(levels[:steps], soon)
-        usable = self.manager.num_usable - self.unforeseen()
-        return is_worth(self.at_floors.beside(levels, leaving), usable, known)
-
     def book(
-        self,
-        request_id: str,
-        state: RequestState,
-        levels: np.ndarray,
-        pins: np.ndarray,
-        offset: int | None,
+        self, request_id: str, levels: np.ndarray, pins: np.ndarray, offset: int | None
     ) -> None:
         """Book what a running request holds at its floor.
 
         Args:
             levels, offset: of its booking in the forecast.
-            pins: as for `fits`.
+            pins: [any], superblocks that others account for of what it has pinned.
         """
-        known, footprint = self.at_floors.bookings.get(request_id), state.footprint
+        known = self.at_floors.bookings.get(request_id)
+        state = self.engine.planner.states[request_id]
         if known is None or known.offset is None:  # it enters, or begins its answer
-            last, in_prompt = self.last[request_id], offset is None
+            last, in_prompt = self.engine.last[request_id], offset is None
             self._floors[request_id] = self.floor(state, last, in_prompt)
+            footprint = state.footprint
             if footprint.window_blocks:
                 share = footprint.window_tokens / footprint.events.interval
                 self._windows[request_id] = share, footprint.window_blocks
@@ -208,22 +168,22 @@ class Pressure:
         Args:
             waiting: requests that may enter if there is room, first ones first.
         """
-        demand, self._demand = self._demand, {}
-        if self.running:
-            self._make_room(waiting, demand)
+        if self.engine.running:
+            self._make_room(waiting)
             self._cut_to_ceilings()
+        self._demand = {}
 
-    def _make_room(self, waiting: Sequence[Request], demand: dict[str, int]) -> None:
-        most, taken = self.forecast.most(), self.manager.num_taken
-        if not waiting and most + taken <= self.manager.num_usable:
+    def _make_room(self, waiting: Sequence[Request]) -> None:
+        manager, most = self.engine.manager, self.engine.forecast.most()
+        if not waiting and most + manager.num_taken <= manager.num_usable:
             return  # without a look at what no booking accounts for
-        usable = self.manager.num_usable - self.unforeseen()
+        usable = self.room()
         if not waiting and most <= usable:
             return
         lead = self.lead_steps
         no_one = np.zeros(lead + 1, np.int64)
         is_short = self._most(lead, no_one) > usable
-        coming = self._coming(waiting, demand) if waiting else no_one
+        coming = self._coming(waiting) if waiting else no_one
         if not is_short and self._most(lead, coming) <= usable:
             self._deepen(usable, coming)
             return
@@ -232,8 +192,9 @@ class Pressure:
             return
         cause = GROWTH
         if not is_short:
-            first = waiting[0].priority
-            is_urgent = self.by_priority and any(row.priority > first for row in rows)
+            # Rows have their priorities only where vLLM schedules by priority.
+            first = waiting[0].priority if self.engine.by_priority else 0
+            is_urgent = any(row.priority > first for row in rows)
             cause = PRIORITY if is_urgent else ENTERING
         self._call(rows, usable, coming, cause)
 
@@ -242,9 +203,10 @@ class Pressure:
 
         That is before anybody can be cut again. Who is less urgent is cut first.
         """
-        states, size = self.planner.states, self.planner.limits.block_size
+        planner = self.engine.planner
+        states, size = planner.states, planner.limits.block_size
         again, is_due = [], False
-        for request_id, request in self.running.items():
+        for request_id, request in self.engine.running.items():
             state, computed = states[request_id], request.num_computed_tokens
             if state.call is None:
                 again.append(max(state.soonest_call - computed, 0))
@@ -268,62 +230,59 @@ class Pressure:
 
     def _rows(self) -> list[Row]:
         """Return all that can be cut, or cut deeper than was called for."""
-        return [row for row in map(self._row, self.running) if row is not None]
+        return [row for row in map(self._row, self.engine.running) if row is not None]
 
     def _cut_to_ceilings(self) -> None:
         """Call for events of those who soon hold an interval above their ceiling."""
-        for request_id, request in self.running.items():
-            state = self.planner.states[request_id]
+        engine, no_one = self.engine, np.zeros(1, np.int64)
+        for request_id, request in engine.running.items():
+            state = engine.planner.states[request_id]
             if state.plan.ceiling is None or state.call is not None:
                 continue
             state.computed = request.num_computed_tokens
             soon, position = self._effect, state.ceiling_event
             if state.computed < request.num_tokens - 1:  # a prompt, or computed again
-                soon += self.step_tokens
+                soon += engine.prompt_step
                 position = max(position, request.num_tokens)
             # An event inside a prompt may come before, or begin to read queries before.
             before = state.next_event(state.computed) - state.footprint.window_tokens
-            latest = min(state.computed + soon, self.last[request_id])
-            if position <= latest and position < before and self._has_spare():
+            latest = min(state.computed + soon, engine.last[request_id])
+            if position > latest or position >= before:
+                continue
+            # No shortage asks for it, so there has to be room for its window.
+            if self._most(self._effect, no_one) <= self.room():
                 self._have(request_id, Call(position, state.plan.ceiling), CEILING)
-
-    def _has_spare(self) -> bool:
-        """Return whether an event that no shortage asks for finds room for a window."""
-        usable = self.manager.num_usable - self.unforeseen()
-        return self._most(self._effect, np.zeros(1, np.int64)) <= usable
 
     def _have(self, request_id: str, call: Call, cause: str) -> None:
         """Have a running request cut; a deeper event is not counted once more."""
-        state = self.planner.states[request_id]
+        state = self.engine.planner.states[request_id]
         self.num_calls[cause] += state.call is None
-        self.planner.call(request_id, call)
+        self.engine.planner.call(request_id, call)
         if request_id in self._windows:
             self._called[request_id] = state.footprint.window_blocks
         self.rebook(request_id)
 
-    def _coming(self, waiting: Sequence[Request], demand: dict[str, int]) -> np.ndarray:
+    def _coming(self, waiting: Sequence[Request]) -> np.ndarray:
         """Return [lead + 1] int64: what those who wait will hold in steps to come.
 
         They enter one after the other, as far as there is room beside all floors and
         the watermark, each when the prompts of those before it have been computed.
         """
-        lead, size = self.lead_steps, self.manager.block_size
-        sizes = self.manager.others.sizes
+        manager, watermark = self.engine.manager, self.engine.watermark
+        lead, size, sizes = self.lead_steps, manager.block_size, manager.others.sizes
         coming, tokens = np.zeros(lead + 1, np.int64), 0
-        room = self.manager.num_usable - self.unforeseen() - self.watermark
+        room = self.room() - watermark
         held = np.zeros(0)  # by those before it, at their floors
         seen: set[Any] = set()
         for request in waiting:
-            state = self.planner.states.get(request.request_id)
-            start = tokens // self.step_tokens
+            state = self.engine.planner.states.get(request.request_id)
+            start = tokens // self.engine.prompt_step
             if start > lead:
                 break
             known = request.num_tokens
             last = min(self.expected(request), known + HORIZON)
-            ahead = self.manager.lookahead_tokens
-            levels = -(-(np.arange(known, last + 1) + ahead) // size)
-            levels += sizes.most_blocks(known)
-            num_blocks = int(levels[0])
+            reach = np.arange(known, last + 1) + manager.lookahead_tokens
+            levels = -(-reach // size) + sizes.most_blocks(known)
             floor = float(levels[-1])  # without a bound
             if state is not None and state.plan.is_called:
                 floor = float(self.floor(state, last))
@@ -335,24 +294,23 @@ class Pressure:
             short, both = sorted((held, more), key=len)
             both = both.copy()
             both[: len(short)] += short
-            asked = demand.get(request.request_id)
-            is_sure = asked is not None and not self.watermark
+            asked = self._demand.get(request.request_id)
+            is_sure = asked is not None and not watermark
             if not (is_sure or is_worth(self.at_floors.beside(both), room, known)):
                 break
-            num_blocks = num_blocks - cached if asked is None else asked
+            coming[start:] += int(levels[0]) - cached if asked is None else asked
             held = both
-            coming[start:] += num_blocks
             tokens += known
-        coming[coming > 0] += self.watermark
+        coming[coming > 0] += watermark
         return coming
 
     def _num_cached(self, request: Request, seen: set[Any]) -> int:
         """Return the superblocks of a request that others hold, or are about to."""
-        if not self.manager.enable_caching:
+        manager = self.engine.manager
+        if not manager.enable_caching:
             return 0
-        pool, group = self.manager.block_pool, [self.manager.kv_cache_group_id]
-        found = 0
-        hashes = self.manager.hashes(request)
+        pool, group = manager.block_pool, [manager.kv_cache_group_id]
+        found, hashes = 0, manager.hashes(request)
         for each in hashes:
             if each in seen:
                 found += 1
@@ -366,79 +324,67 @@ class Pressure:
 
     def _most(self, last: int, coming: np.ndarray, first: int = 0) -> int:
         """Return the most that is held in the steps `first` to `last` from here."""
-        load = self.forecast.ahead(last)
+        load = self.engine.forecast.ahead(last)
         held = np.full(last + 1, coming[-1])
         held[: len(coming)] = coming[: last + 1]
         held[: len(load)] += load
         return int((held + self.reserve(last))[first:].max())
 
     def _row(self, request_id: str) -> Row | None:
-        """Return what can be asked of a request; None where it cannot be cut."""
-        state, request = self.planner.states[request_id], self.running[request_id]
+        """Return what can be asked of a request; None where it cannot be cut.
+
+        If its event has been called for, by how much that can be deeper: room that was
+        there then may be gone.
+        """
+        engine = self.engine
+        state, request = engine.planner.states[request_id], engine.running[request_id]
         if not state.plan.is_called:
             return None
-        if state.call is not None:
-            return self._pending_row(request, state, state.call)
-        state.computed = request.num_computed_tokens
-        position = state.soonest_call
-        # The last queries of a prompt know best what it needs, and are there soon. In
-        # an answer only an event at once needs no superblock of a full pool.
-        known, soonest = request.num_tokens, max(position, state.computed + 2)
-        if soonest <= known <= state.computed + self.lead_steps * self.step_tokens:
-            position = known
-        elif position > state.computed + self.lead_steps:
-            return None  # it had its last event just now
-        footprint, pinned = state.footprint, state.pinned
-        # An event inside a prompt may come before, or begin to read queries before.
-        if state.next_event(state.computed) <= position + footprint.window_tokens:
-            return None
+        call, footprint, shared = state.call, state.footprint, 0
         most = self._most_tokens(request)
-        if position >= most:
-            return None
+        if call is not None:
+            position, held, spacing = call.position, call.budget, footprint.block_size
+            blocks = state.num_dest(position)
+        else:
+            state.computed = request.num_computed_tokens
+            position, spacing = state.soonest_call, state.spacing
+            # The last queries of a prompt know best what it needs, and are there soon.
+            # In an answer only an event at once needs no superblock of a full pool.
+            known, soonest = request.num_tokens, max(position, state.computed + 2)
+            in_prompt = self.lead_steps * engine.prompt_step
+            if soonest <= known <= state.computed + in_prompt:
+                position = known
+            elif position > state.computed + self.lead_steps:
+                return None  # it had its last event just now
+            # An event inside a prompt may come before, or begin to read queries before.
+            before = state.next_event(state.computed) - footprint.window_tokens
+            if position >= min(before, most):
+                return None
+            held = position - state.dropped_tokens
+            blocks = footprint.frontier_blocks(position) - state.dropped_blocks
+            if not state.ordinal:
+                shared = max(engine.manager.num_shared(request_id) - state.pinned, 0)
         frontier = footprint.frontier_blocks(position)
-        shared = 0
-        if not state.ordinal:
-            shared = max(self.manager.num_shared(request_id) - pinned, 0)
         return Row(
             request_id=request_id,
-            priority=request.priority if self.by_priority else 0,
+            priority=request.priority if engine.by_priority else 0,
             position=position,
-            held=position - state.dropped_tokens - state.pinned_tokens,
+            held=held - state.pinned_tokens,
             floor=footprint.events.budget - state.pinned_tokens,
-            spacing=state.spacing,
+            spacing=spacing,
             local=position - frontier * footprint.block_size,
-            whole=frontier - state.dropped_blocks - pinned - shared,
+            whole=blocks - state.pinned - shared,
             shared=shared,
             pinned=state.pinned_tokens,
-            wait=position - state.computed,
+            wait=position - request.num_computed_tokens,
             ends=position + self.lead_steps >= most,
-        )
-
-    def _pending_row(self, request: Request, state: RequestState, call: Call) -> Row:
-        """Return by how much an event that has been called for can be deeper.
-
-        Room that was there when it was called for may be gone.
-        """
-        frontier = state.footprint.frontier_blocks(call.position)
-        return Row(
-            request_id=request.request_id,
-            priority=request.priority if self.by_priority else 0,
-            position=call.position,
-            held=call.budget - state.pinned_tokens,
-            floor=state.footprint.events.budget - state.pinned_tokens,
-            spacing=state.footprint.block_size,
-            local=call.position - frontier * state.footprint.block_size,
-            whole=state.num_dest(call.position) - state.pinned,
-            pinned=state.pinned_tokens,
-            wait=call.position - request.num_computed_tokens,
-            ends=call.position + self.lead_steps >= self._most_tokens(request),
-            is_called=True,
+            is_called=call is not None,
         )
 
     def _most_tokens(self, request: Request) -> int:
         """Return the most tokens that a request has, prompt and answer."""
         whole = request.num_prompt_tokens + request.max_tokens
-        return min(whole, self.max_model_len)
+        return min(whole, self.engine.max_model_len)
 
     def _call(
         self, rows: list[Row], usable: int, coming: np.ndarray, cause: str
@@ -448,14 +394,14 @@ class Pressure:
         That takes some steps. Where somebody finds no superblock in this one, rows that
         can be cut at once are, to their floors, even if they end soon.
         """
-        size = self.planner.limits.block_size
-        last = self.lead_steps + self.notice
+        limits = self.engine.planner.limits
+        size, last = limits.block_size, self.lead_steps + self.notice
         lacking = self._most(last, coming, self._effect) - usable
         staying = [row for row in rows if not row.ends]
         chosen = self._to_level(staying, usable, coming)
         chosen = chosen or self._to_level(rows, usable, coming)
         if lacking <= 0 or not chosen:
-            lacking = int(self.forecast.ahead(0).max(initial=0)) - usable
+            lacking = int(self.engine.forecast.ahead(0).max(initial=0)) - usable
             at_once = [row for row in rows if not (row.wait or row.is_called)]
             chosen = Levels(at_once, size).cut_to(0)
             chosen.sort(key=by_urgency)
@@ -468,7 +414,7 @@ class Pressure:
         self.level = min(budget for _, budget in chosen)
         place = 0
         for row, budget in chosen:
-            delay = 0 if row.is_called else place // self.planner.limits.events_per_step
+            delay = 0 if row.is_called else place // limits.events_per_step
             place += not row.is_called
             call = Call(row.position + delay, row.pinned + budget)
             self._have(row.request_id, call, cause)
@@ -480,10 +426,10 @@ class Pressure:
         if not rows:
             return []
         interval = max(
-            self.planner.states[row.request_id].footprint.events.interval
+            self.engine.planner.states[row.request_id].footprint.events.interval
             for row in rows
         )
-        size, first = self.planner.limits.block_size, self._effect
+        size, first = self.engine.planner.limits.block_size, self._effect
         for share in SHARES:
             last = self.lead_steps + interval // share
             chosen = water_fill(rows, self._most(last, coming, first) - usable, size)
@@ -517,7 +463,7 @@ def held_at_floor(budget: int, recent: int, stretch: int, block_size: int) -> fl
     """Return the mean of superblocks held between events, wherever these lie.
 
     >>> held_at_floor(budget=96, recent=16, stretch=64, block_size=32)
-    4.984375
+    4.96875
     """
     held = [
         after_event(budget, local, tokens, block_size)

@@ -396,7 +396,7 @@ class KVPolicySchedulerMixin(CountingMixin):
         """Pause or go on; while paused, nobody makes way for a request that waits."""
         super().set_pause_state(pause_state)
         if pause_state != PauseState.UNPAUSED:
-            self.kv_policy_entry.pause()
+            self.kv_policy_entry.claim = None
 
     def _num_processed(self, request_id: str) -> int:
         """Return how many tokens of a request finished steps have computed."""

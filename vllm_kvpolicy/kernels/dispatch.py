@@ -4,20 +4,17 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from functools import update_wrapper
 from importlib import import_module
 from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-from vllm_kvpolicy.kernels.preferences import IMPLEMENTATIONS, has, implementation_of
+from vllm_kvpolicy.kernels.preferences import implementation_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_forced: ContextVar[str | None] = ContextVar("implementation", default=None)
 
 
 class Operation(Generic[P, R]):
@@ -40,10 +37,8 @@ class Operation(Generic[P, R]):
         self.calls: Counter[str] = Counter()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Run the implementation that is forced, demanded or preferred."""
-        which = _forced.get()
-        if which is None or not has(self.name, which):
-            which = implementation_of(self.name, _device(args).type)
+        """Run the implementation that is demanded or preferred."""
+        which = implementation_of(self.name, _device(args).type)
         self.calls[which] += 1
         return self.implementation(which)(*args, **kwargs)
 
@@ -54,24 +49,6 @@ class Operation(Generic[P, R]):
         module = f"triton.{self.stem}" if which == "triton" else which
         package = __name__.rpartition(".")[0]
         return getattr(import_module(f"{package}.{module}"), self.name)
-
-
-@contextmanager
-def forced(which: str) -> Iterator[None]:
-    """Run one implementation of every operation that has it, on any device.
-
-    For tests and benchmarks; Triton runs on a CPU under its interpreter only.
-
-    Args:
-        which: one of `IMPLEMENTATIONS`.
-    """
-    if which not in IMPLEMENTATIONS:
-        raise ValueError(f"which: expected one of {IMPLEMENTATIONS}, got {which!r}")
-    token = _forced.set(which)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
 
 
 def _device(args: tuple[object, ...]) -> torch.device:

@@ -40,7 +40,8 @@ def nucleus_mask(logits: Tensor, mass: float) -> Tensor:
     """
     order = ranked_positions(logits)
     weight = _weights(logits).gather(-1, order)
-    inside = _inside(weight, mass)
+    running = weight.cumsum(-1)
+    inside = running - weight < running[..., -1:].double() * mass
     return torch.zeros_like(inside).scatter_(-1, order, inside)
 
 
@@ -186,12 +187,6 @@ def _rising(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu" or type(logits) is not Tensor:
         return logits.sort(dim=-1).values
     return torch.from_numpy(np.sort(logits.numpy(), axis=-1))
-
-
-def _inside(weight: Tensor, mass: float) -> Tensor:
-    """Mark the first of [..., T] falling weights that hold `mass` of their sum."""
-    running = weight.cumsum(-1)
-    return running - weight < running[..., -1:].double() * mass
 
 
 def _weights(logits: Tensor) -> Tensor:

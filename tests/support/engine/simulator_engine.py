@@ -74,18 +74,18 @@ class Scenario:
     """
 
     policy: dict[str, Any]
-    depth: int
-    block_size: int
-    spare: float
-    max_num_seqs: int
-    max_batched: int
-    long_prefill: int
-    priorities: bool
-    longest: int
-    arrivals: float
-    aborts: float
-    stops: float
-    seed: int
+    depth: int = 1
+    block_size: int = 16
+    spare: float = 0.0
+    max_num_seqs: int = 8
+    max_batched: int = 300
+    long_prefill: int = 0
+    priorities: bool = False
+    longest: int = 400
+    arrivals: float = 0.0
+    aborts: float = 0.0
+    stops: float = 0.0
+    seed: int = 0
     caching: bool = False
     foresees: bool = True
     resets: float = 0.0

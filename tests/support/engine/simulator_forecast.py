@@ -139,7 +139,7 @@ class ForecastCheck:
             self.asking = next(iter(demand), ""), 0
             return
         states = admission.planner.states
-        spacing = max(states[each].spacing for each in admission.pressure.running)
+        spacing = max(states[each].spacing for each in admission.running)
         running = self.scheduler.running
         names = [each.request_id for each in running]
         if all(map(admission.is_bounded, names)):
@@ -165,7 +165,7 @@ class ForecastCheck:
         self.totals["held back"] += admission.num_held_back
         self.totals["calls"] += sum(admission.pressure.num_calls.values())
         check(not admission.forecast.bookings, "booked", admission.forecast.bookings)
-        left = admission.shared.by_request, admission._last
+        left = admission.shared.by_request, admission.last
         check(not any(left), "admission left over", *left)
         pressure = admission.pressure
         check(not pressure.at_floors.bookings and not pressure._floors, "floors left")
