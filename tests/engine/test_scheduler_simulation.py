@@ -1,7 +1,7 @@
 """The real schedulers under random traffic on a worker that knows every slot.
 
 Owns checked steps over random engines. That the simulation notices what it is there for
-is shown by the faults of tools/seeded_faults.
+is shown by wrong messages below, and by the faults of tools/seeded_faults.
 """
 
 import os
@@ -24,7 +24,10 @@ from support.engine.simulator_engine import (
     make_scheduler,
     random_scenario,
 )
+from support.engine.simulator_pages import SimulationFailure
 from vllm_kvpolicy.block_manager.manager import KVPolicyManager
+from vllm_kvpolicy.block_manager.scheduler import KVPolicySchedulerMixin
+from vllm_kvpolicy.protocol import StepCommands
 
 POLICIES = ("streaming", "ams-tova", "holes", *RAGGED)
 if sweeps.every_name:
@@ -440,10 +443,7 @@ def test_nobody_waits_for_an_event_that_gives_nothing_back(model_config: ModelCo
 @pytest.mark.parametrize("policy", sweeps.some(("hard-tova", "ams-tova", "local")))
 def test_an_engine_that_speculates_does_not_age(policy: str, model_config: ModelConfig):
     """Heads of equal lengths, of their own, and an admission: nothing is left over."""
-    values = AGING.policy | {"policy": policy} | RAGGED.get(policy, {})
-    simulation = Simulation(replace(AGING, policy=values), model_config)
-    totals = simulation.run(AGED_STEPS, num_drains=10)
-    growth = simulation.left[-1] - simulation.left[0]  # the prefix cache is emptied
+    totals, growth = age(policy, AGED_STEPS, model_config)
     print(policy, dict(totals), "entries more than at first:", growth)
     least = {"drafts": 5000, "drafts accepted": 2000, "events": 200, "finished": 30}
     least |= {"preemptions": 5, "aborts": 20, "resets": 2, "hits": 5}
@@ -452,34 +452,101 @@ def test_an_engine_that_speculates_does_not_age(policy: str, model_config: Model
     assert growth <= MOST_GROWTH
 
 
-def tova_scheduler(model_config: ModelConfig) -> Any:
+def age(
+    policy: str, num_steps: int, model_config: ModelConfig
+) -> tuple[Counter[str], int]:
+    """Return what has happened, and what is held more after the last of ten drains.
+
+    The prefix cache is emptied each time.
+    """
+    values = AGING.policy | {"policy": policy} | RAGGED.get(policy, {})
+    simulation = Simulation(replace(AGING, policy=values), model_config)
+    totals = simulation.run(num_steps, num_drains=10)
+    return totals, simulation.left[-1] - simulation.left[0]
+
+
+def test_notices_a_scheduler_that_ages(model_config, monkeypatch):
+    """An id is left of each request that is preempted."""
+    stock, left = KVPolicySchedulerMixin._preempt_request, set()
+
+    def remember(self: Any, request: Request, *args: Any, **options: Any) -> Any:
+        found = stock(self, request, *args, **options)
+        self.left_over = left
+        left.add(request.request_id)
+        return found
+
+    monkeypatch.setattr(KVPolicySchedulerMixin, "_preempt_request", remember)
+    assert age("ams-tova", 1500, model_config)[1] > MOST_GROWTH
+
+
+def tova_scheduler(model_config: ModelConfig, **values: Any) -> Any:
     """Return a scheduler of `tova`, of which two requests may run."""
-    policy = {"policy": "tova", "budget": 128, "interval": 64}
+    policy = {"policy": "tova", "budget": 128, "interval": 64, **values}
     scenario = random_scenario("tova", 1, 0)
     scenario = replace(scenario, policy=policy, longest=400, max_num_seqs=2)
     return make_scheduler(scenario, model_config)
 
 
-def request_of(name: str, prompt: Any) -> Request:
+def first_positions(
+    model_config: ModelConfig, requests: list[Request], **values: Any
+) -> Any:
+    """Return the position of each request's first event, from the real scheduler."""
+    scheduler = tova_scheduler(model_config, **values)
+    for request in requests:
+        scheduler.add_request(request)
+    states = scheduler.kv_policy_planner.states
+    found = [states[request.request_id].plan.first_event for request in requests]
+    scheduler.shutdown()
+    return found
+
+
+def request_of(name: str, prompt: Any, seed: int | None = None) -> Request:
     """Return a request with a prompt of token ids, or of embeddings."""
     is_ids = isinstance(prompt, list)
     return Request(
         request_id=name,
         prompt_token_ids=prompt if is_ids else None,
         prompt_embeds=None if is_ids else prompt,
-        sampling_params=SamplingParams(max_tokens=100),
+        sampling_params=SamplingParams(max_tokens=100, seed=seed),
         pooling_params=None,
     )
 
 
-def test_a_prompt_of_embeddings_is_known_by_its_length(model_config):
-    scheduler = tova_scheduler(model_config)
-    for request in map(request_of, "ab", (torch.zeros(3, 8), torch.ones(3, 8))):
+def test_events_of_requests_that_start_together_fall_on_many_steps(model_config):
+    # As in tests/test_events.py; requests count the same steps, because they start
+    # together and their prompts are equally long.
+    requests = [request_of(f"r{n}", [n, *range(9)]) for n in range(64)]
+    found = Counter(first_positions(model_config, requests))
+    assert max(found.values()) < 10 and len(found) > 32
+    together = first_positions(model_config, requests, spread_events=False)
+    assert set(together) == {128 + 64}
+
+
+def test_the_positions_follow_from_what_a_request_asks(model_config):
+    prompt = [5, 6, 7]
+    same = [request_of(name, prompt) for name in ("a", "b", "c")]
+    seeded = [request_of(f"s{seed}", prompt, seed) for seed in range(20)]
+    again = [request_of("again", prompt, 19)]
+    embedded = [request_of("e", torch.zeros(3, 8)), request_of("f", torch.ones(3, 8))]
+    found = first_positions(model_config, [*same, *seeded, *again, *embedded])
+    assert len(set(found[:3])) == 1
+    assert len(set(found[3:23])) > 10
+    assert found[22] == found[23] and found[24] == found[25]
+
+
+def test_a_plan_has_the_budget_that_a_request_asks_for(model_config):
+    """Without the prompt, which this policy keeps on top of it."""
+    scheduler = tova_scheduler(model_config, pin="prompt")
+    less = request_of("less", [1, 2, 3])
+    less.sampling_params.extra_args = {"kv_budget": 96, "kv_interval": 48}
+    for request in (less, request_of("all", [1, 2, 3])):
         scheduler.add_request(request)
     states = scheduler.kv_policy_planner.states
-    first, second = (states[name].plan.first_event for name in "ab")
+    plans = [states[name].plan for name in ("less", "all")]
     scheduler.shutdown()
-    assert first == second
+    assert [plan.budget for plan in plans] == [96, 128]
+    assert [plan.footprint.events.budget for plan in plans] == [99, 131]
+    assert [plan.footprint.events.interval for plan in plans] == [48, 64]
 
 
 @pytest.mark.parametrize(
@@ -531,21 +598,123 @@ def test_resets_of_running_requests(policy: str, depth: int, model_config: Model
     run_engines(policy, depth, model_config, MIN_STEPS // 2, at_least, True, resetting)
 
 
+# Two engines on which every wrong message has something to break: little memory, many
+# requests that grow, and windows that overlap.
+TIGHT = replace(
+    AGING,
+    policy={**AGING.policy, "policy": "ams-tova", "budget": 300},
+    depth=2,
+    priorities=False,
+    longest=2000,
+    arrivals=0.5,
+    aborts=0.003,
+    caching=False,
+    foresees=False,
+    resets=0.0,
+    drafts=0,
+)
+MOVING = replace(
+    TIGHT, policy=TIGHT.policy | {"policy": "holes", "budget": 90}, longest=600
+)
+
+
+@pytest.mark.parametrize("scenario", [TIGHT, MOVING], ids=["ams-tova", "holes"])
+def test_the_engines_of_the_mutations_pass_without_one(scenario, model_config):
+    totals = Simulation(scenario, model_config).run(500)
+    assert totals["events"] > 40 and totals["preemptions"] > 5, totals
+    assert totals["replayed events"] > 2 and totals["crowded steps"] > 2, totals
+
+
 def test_answers_that_never_come_do_no_harm(model_config, monkeypatch):
     """What an event leaves over then stays with its request."""
     monkeypatch.setattr(KVPolicyManager, "give_back_surplus", lambda self, used: None)
-    policy = {**AGING.policy, "budget": 300, "policy": "hard-tova"}
-    scenario = replace(
-        AGING,
-        policy=policy | RAGGED["hard-tova"],
-        depth=2,
-        priorities=False,
-        longest=2000,
-        arrivals=0.5,
-        aborts=0.003,
-        caching=False,
-        resets=0.0,
-        drafts=0,
-    )
+    policy = {**TIGHT.policy, "policy": "hard-tova", **RAGGED["hard-tova"]}
+    scenario = replace(TIGHT, policy=policy, foresees=True)
     totals = Simulation(scenario, model_config).run(400)
     assert totals["superblocks trimmed"] == 0 and totals["events with surplus"] > 20
+
+
+Tamper = Callable[[StepCommands], StepCommands]
+
+
+def events(change: Callable[[Any], dict[str, Any]]) -> Tamper:
+    """Return what changes fields of all events of a step."""
+    return lambda commands: replace(
+        commands, events=tuple(replace(e, **change(e)) for e in commands.events)
+    )
+
+
+def captures(change: Callable[[Any, Any], dict[str, Any]]) -> Tamper:
+    """Return what changes fields of all captures of a step, given the first of them."""
+    return lambda commands: replace(
+        commands,
+        captures=tuple(
+            replace(each, **change(each, commands.captures[0]))
+            for each in commands.captures
+        ),
+    )
+
+
+def swap_requests(commands: StepCommands) -> StepCommands:
+    """Give two requests each other's blocks."""
+    if len(commands.events) < 2:
+        return commands
+    one, two, *rest = commands.events
+    swapped = (
+        replace(one, source_blocks=two.source_blocks, dest_blocks=two.dest_blocks),
+        replace(two, source_blocks=one.source_blocks, dest_blocks=one.dest_blocks),
+    )
+    return replace(commands, events=(*swapped, *rest))
+
+
+WRONG_ORDER = events(lambda e: {"dest_blocks": e.dest_blocks[::-1]})
+# Blocks are taken before they are freed; a step's last event is lost; a block of local
+# tokens is called global; tokens are captured one too early; requests share a window.
+WRONG_MESSAGES: list[tuple[Tamper, Scenario, str]] = [
+    (WRONG_ORDER, TIGHT, "sources"),
+    (WRONG_ORDER, MOVING, "sources"),
+    (
+        lambda commands: replace(commands, events=commands.events[::-1]),
+        MOVING,
+        "sources|local|strangers",
+    ),
+    (
+        lambda commands: replace(commands, events=commands.events[:-1]),
+        TIGHT,
+        "event missing|moved window",
+    ),
+    (
+        events(lambda e: {"frontier_blocks": e.frontier_blocks + 1}),
+        TIGHT,
+        "wrong frontier",
+    ),
+    (swap_requests, TIGHT, "sources|keeps"),
+    (
+        captures(lambda c, _: {"first_token": max(c.first_token - 1, 0)}),
+        TIGHT,
+        "window",
+    ),
+    (
+        captures(lambda _, first: {"window_blocks": first.window_blocks}),
+        TIGHT,
+        "window",
+    ),
+]
+
+
+@pytest.mark.parametrize(("tamper", "scenario", "message"), WRONG_MESSAGES)
+def test_notices_a_wrong_message(tamper, scenario, message, model_config):
+    with pytest.raises(SimulationFailure, match=message):
+        Simulation(scenario, model_config, tamper).run(800)
+
+
+def test_notices_events_that_travel_one_step_late(model_config):
+    waiting: list[tuple[Any, ...]] = [()]
+
+    def delay(commands: StepCommands) -> StepCommands:
+        waiting.append(commands.events)
+        return replace(commands, events=waiting.pop(0))
+
+    # Of a policy without queries, whose windows would show it first.
+    with pytest.raises(SimulationFailure, match="event missing"):
+        Simulation(MOVING, model_config, delay).run(800)

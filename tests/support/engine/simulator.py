@@ -8,6 +8,7 @@ import gc
 import pickle
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import replace
 from types import (
     BuiltinFunctionType,
@@ -26,10 +27,10 @@ from vllm.v1.request import Request, RequestStatus
 
 from support.engine.simulator_answers import LateAnswers
 from support.engine.simulator_cache import CacheCheck
-from support.engine.simulator_counts import CountCheck
 from support.engine.simulator_engine import Scenario, make_scheduler
 from support.engine.simulator_forecast import ForecastCheck
 from support.engine.simulator_pages import Asked, check
+from support.engine.simulator_tables import RaggedCheck, TableCheck
 from support.engine.simulator_windows import StateCheck, WindowCheck
 from support.engine.simulator_worker import StorageWorker
 from vllm_kvpolicy.api.request_guards import check_params
@@ -37,7 +38,7 @@ from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
 from vllm_kvpolicy.events import EventPlan, request_phase
 from vllm_kvpolicy.policies.names import parse
-from vllm_kvpolicy.sizes import query_rows
+from vllm_kvpolicy.sizes import max_global_blocks, query_rows
 
 # What they lead to belongs to the process.
 SHARED = type, ModuleType, FunctionType, BuiltinFunctionType, MethodType
@@ -73,13 +74,19 @@ class Simulation:
         left: entries that the scheduler held each time that it had drained.
     """
 
-    def __init__(self, scenario: Scenario, model: ModelConfig) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        model: ModelConfig,
+        tamper: Callable[[Any], Any] | None = None,
+    ) -> None:
         self.scenario = scenario
         self.rng = random.Random(scenario.seed)
         self.seeds = random.Random(scenario.seed + 1)
         self.pins = random.Random(scenario.seed + 2)
         self.scheduler = make_scheduler(scenario, model)
         self.policy = KVPolicyConfig.from_dict(scenario.policy)
+        self.tamper = tamper
         self.totals: Counter[str] = Counter()
         self.asked: dict[str, Asked] = {}
         self.peaks: dict[str, tuple[int, int]] = {}
@@ -99,9 +106,16 @@ class Simulation:
         )
         kind = StateCheck if scenario.states else WindowCheck
         self.windows = kind(self.scheduler, scenario, self.worker)
+        sizes = (
+            scenario.max_num_seqs,
+            max_global_blocks(self.scheduler.vllm_config, self.policy),
+            scenario.block_size,
+        )
+        is_ragged = self.policy.is_ragged
+        blocks = self.pool.num_gpu_blocks
+        self.tables = RaggedCheck(*sizes, blocks) if is_ragged else TableCheck(*sizes)
         self.answers = LateAnswers(self.scheduler, self.worker, self.totals, self.rng)
         self.forecast = ForecastCheck(self.scheduler, scenario, self.asked, self.totals)
-        self.counts = CountCheck(self.scheduler, self.asked)
         self._count_clips()
 
     def _count_clips(self) -> None:
@@ -127,7 +141,6 @@ class Simulation:
             for drain in range(1, num_drains + 1):
                 self._live_until(num_steps * drain // num_drains)
             self.forecast.finish()
-            self.counts.finish()
         except Exception as error:
             error.add_note(f"{self.scenario}\n{dict(self.totals)}")
             raise
@@ -332,6 +345,8 @@ class Simulation:
         if self.cache is not None:
             cached = self.cache.check(output, self.scheduler, before)
         commands = pickle.loads(pickle.dumps(output.kv_policy_commands))
+        if self.tamper is not None:
+            commands = self.tamper(commands)
         self.queue.append((output, commands, cached))
         self.totals["steps"] += 1
         self.totals["tokens"] += output.total_num_scheduled_tokens
@@ -357,8 +372,10 @@ class Simulation:
         self.windows.execute(output)
         if self.cache is not None and not self.queue and self.rng.random() < 0.2:
             self.totals["cached blocks"] += self.cache.compare(self.worker.tokens)
-        if not commands.events:
-            self.rng.random()  # seeds of engines that went wrong once count on a draw
+        self.tables.drop(output.finished_req_ids | (output.preempted_req_ids or set()))
+        self.tables.update(commands.events, self.worker.live)
+        if commands.events or self.rng.random() < 0.1:
+            self.tables.compare(output.num_scheduled_tokens, self.worker.live)
         names = list(output.num_scheduled_tokens)
         stop, draw = self.scenario.stops, self.rng.random
         result = ModelRunnerOutput(
@@ -431,7 +448,6 @@ class Simulation:
         check(not wrong, "a superblock is owned twice", wrong)
         used = self.pool.num_gpu_blocks - 1 - self.pool.get_num_free_blocks()
         check(total == used, "requests hold", total, "of", used, "superblocks taken")
-        self.counts.follow(output, used)
         check(num_global == planner.num_global_blocks, "global", num_global)
         check(manager.pool_counts() == (used - num_global, num_global), "pool counts")
 
