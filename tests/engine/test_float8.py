@@ -1,4 +1,4 @@
-"""Policies over an FP8 KV cache: memory, admissions and Quest.
+"""Policies over an FP8 KV cache: memory, admissions and Quest, and what is kept.
 
 Movers are in test_identity.py, evictions where both oracles are.
 Write gates at events and page bounds read rounded keys; DMS and `exact` gates decide
@@ -10,9 +10,12 @@ an AMX machine computes FP8 attention in another order in bfloat16.
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from reasoner.problems import generate
 from support.cpu import needs_float8
 from support.engine.admissions import closed_form, follow_all
 from support.engine.dms_decoder import DmsDecoder, say_dms
@@ -25,7 +28,7 @@ from support.engine.float8_oracle import (
     scaled_cache,
 )
 from support.engine.gated_decoder import NEAR
-from support.engine.helpers import BLOCK, Engine, make_jobs
+from support.engine.helpers import BLOCK, Engine, Job, make_jobs, serve
 from support.engine.oracle_quest import QuestDecoder
 from support.engine.oracle_replay import activations, check_logprobs
 from support.engine.reference_decoder import ReferenceDecoder
@@ -156,3 +159,44 @@ def test_quest_bounds_rounded_keys(
     for job, result in results.items():
         rounded(decoder, seen[job]).check(result)
     assert decoder.choices > 300
+
+
+# -- beside a cache of whole numbers ---------------------------------------------------
+
+PACKAGED_MODEL = Path(__file__).parents[2] / "reasoner" / "checkpoint"
+NEARLY = ("tova", "snapkv", "ams-tova", "expected", "adakv-snapkv")
+AGREEMENT = 0.97
+
+
+def keep_lists(kind: str, folder: Path) -> dict[str, np.ndarray]:
+    """Return by policy what the first event of a prompt keeps, [L, H, positions].
+
+    The prompt is a puzzle with its worked solution; the model is in bfloat16.
+    """
+    puzzle = generate("path", 90, 0)
+    text = f"<bos><user>{puzzle.prompt}<assistant><think>{puzzle.trace}"
+    coder = Tokenizer.from_file(str(PACKAGED_MODEL / "tokenizer.json"))
+    prompt = coder.encode(text, add_special_tokens=False).ids[:400]
+    values = {"budget": 192, "interval": 128, "prefill_interval": 128}
+    values |= {"policy": NEARLY[0], "policy_config": {"allow": list(NEARLY)}}
+    jobs = [Job(n, prompt, 1, extra_args={"kv_policy": n}) for n in NEARLY]
+    changes = {"dtype": "bfloat16", "kv_cache_dtype": kind, "max_model_len": 1024}
+    found = {}
+    run = serve(PACKAGED_MODEL, values, jobs, folder / kind, **changes)
+    for name, result in run.results.items():
+        row = result.events[0].selected
+        kept = np.zeros((*row.shape[:2], len(prompt) + 1), dtype=bool)
+        np.put_along_axis(kept, row, True, axis=-1)  # -1: the last column
+        found[name] = kept[..., :-1]
+    return found
+
+
+def test_keep_lists_are_nearly_those_of_a_whole_cache(tmp_path: Path) -> None:
+    """Rounding reaches the scores, and by the layers before, the queries."""
+    whole, rounded = (keep_lists(kind, tmp_path) for kind in ("auto", KIND))
+    for name in NEARLY:
+        both = (whole[name] & rounded[name]).sum()
+        share = 2 * both / (whole[name].sum() + rounded[name].sum())
+        print(f"{name}: {share:.4f} of what is kept is the same")
+        assert share >= AGREEMENT
+        assert share < 1  # or one of them was not over an FP8 cache

@@ -8,7 +8,14 @@ import torch
 from vllm.v1.metrics.stats import SchedulerStats
 
 from support.cpu import needs_float8
-from support.engine.helpers import BLOCK, Engine, Job, make_jobs, make_prompt
+from support.engine.helpers import (
+    BLOCK,
+    Engine,
+    Job,
+    footprint_of,
+    make_jobs,
+    make_prompt,
+)
 from vllm_kvpolicy.worker.compaction import Compactor
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
@@ -96,6 +103,26 @@ def test_counters_agree_with_the_trace(engine: Engine) -> None:
     assert after["tokens_kept"] - before["tokens_kept"] == sum(kept)
     dropped = after["tokens_dropped"] - before["tokens_dropped"]
     assert dropped == BLOCK * (after["blocks_returned"] - before["blocks_returned"]) > 0
+
+
+def test_capacity_uses_the_compressed_footprint(engine: Engine) -> None:
+    """What vLLM prints as "maximum concurrency" counts bounded requests."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    scheduler = engine.scheduler
+    concurrency = get_max_concurrency_for_kv_cache_config(
+        scheduler.vllm_config, scheduler.kv_cache_config
+    )
+    (group,) = scheduler.kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    bound = spec.max_memory_usage_bytes(scheduler.vllm_config) / spec.page_size_bytes
+    longest = scheduler.vllm_config.model_config.max_model_len
+    worst = max(
+        footprint_of(VALUES, job).most_blocks(longest - 1)
+        for job in make_jobs(range(1, longest, 7), 1)
+    )
+    assert worst <= bound < pages(longest)
+    assert concurrency == pytest.approx((engine.num_usable + 1) / bound)
 
 
 # -- what vLLM derives from a request's list of blocks --------------------------------
@@ -190,6 +217,17 @@ def test_a_pool_too_small_says_what_takes_the_memory_and_what_is_enough(
     start(tiny_model, enough)
     with pytest.raises(ValueError, match="^KV cache memory: "):
         start(tiny_model, enough - superblock - 0.1)
+
+
+def test_the_longest_request_that_fits_is_searched_for(tiny_model: Path) -> None:
+    """`--max-model-len auto`, with a budget that 2 MiB do not hold."""
+    given = {"kv_cache_memory_bytes": 2**21, "num_gpu_blocks_override": None}
+    given |= {"max_model_len": -1, "max_num_seqs": 4}
+    with Engine(tiny_model, {"policy": "ams-tova"}, **given) as engine:
+        longest = engine.scheduler.max_model_len
+        assert BLOCK * 30 < longest == BLOCK * engine.num_usable < 2048
+        (result,) = engine.run(make_jobs((longest - 40,), 40)).results.values()
+        assert len(result.all_tokens) == longest
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from support.sweeps import some
 from vllm_kvpolicy.worker import pages
 
 VALUES = {"budget": 128, "interval": 56, "prefill_interval": 256}
+RAGGED = {"policy": "adakv-snapkv", **VALUES}
 DYNAMIC = {
     "policy": "hard-snapkv",
     **VALUES,
@@ -49,15 +50,16 @@ def serve(model: Path, values: dict[str, Any], trace: Path) -> tuple[Run, float]
         return run, sum(counts) / len(counts)
 
 
+@pytest.mark.parametrize("policy", ["snapkv", *some(["adakv-snapkv", "hard-tova"])])
 def test_a_full_cache_among_evicting_neighbours_is_stock(
-    tiny_model: Path, stock: Run
+    tiny_model: Path, stock: Run, policy: str
 ) -> None:
     whole = {"kv_policy": "none"}
     mixed = [
         replace(job, extra_args=whole) if number % 2 else job
         for number, job in enumerate(jobs())
     ]
-    run = helpers.serve(tiny_model, {"policy": "adakv-snapkv", **VALUES}, mixed)
+    run = helpers.serve(tiny_model, {"policy": policy, **VALUES}, mixed)
     assert run.counters["tokens_dropped"] > 0
     for job in mixed:
         same = run.tokens[job.name] == stock.tokens[job.name]
@@ -81,6 +83,17 @@ def test_sizes_that_follow_the_text_give_more_back(
     assert held_blocks(dynamic[0]) < 0.8 * held_blocks(fixed[0])
     assert dynamic[1] > fixed[1]
     for result in dynamic[0].results.values():
+        check_replay(decoder, result)
+
+
+def test_answers_hold_under_preemption(
+    tiny_model: Path, tmp_path: Path, decoder: ReferenceDecoder
+) -> None:
+    pool = {"num_blocks": 19, "max_model_len": 576, "max_num_batched_tokens": 96}
+    pool |= {"foresees": False}
+    run = helpers.serve(tiny_model, DYNAMIC, jobs(), tmp_path, **pool)
+    assert run.preemptions > 0
+    for result in run.results.values():
         check_replay(decoder, result)
 
 
