@@ -45,47 +45,15 @@ def decoder(tiny_model: Path):
 
 
 @pytest.fixture(scope="session")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Gemma 3 folder, see `commands.trials`."""
-    from vllm_kvpolicy.commands.trials import make_gemma3
-
-    return make_gemma3(tmp_path_factory.mktemp("gemma3"))
-
-
-@pytest.fixture(scope="session")
-def lfm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random LFM2 folder: two layers of full attention, four with a state."""
+def folders(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return what finds the folder of a model, the tiny one or a made one."""
     from support.made_hybrids import make
-
-    return make("lfm2", tmp_path_factory.mktemp("lfm2"))
-
-
-@pytest.fixture(scope="session")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random gpt-oss folder, see `support.made_sinks`."""
-    from support.made_sinks import make_gpt_oss
-
-    return make_gpt_oss(tmp_path_factory.mktemp("gpt_oss"))
-
-
-@pytest.fixture(scope="session")
-def reversed_gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Gemma 3 whose first layer is one of full attention."""
-    from support.made_sliding import PATTERN
-    from vllm_kvpolicy.commands.trials import make_gemma3
-
-    return make_gemma3(tmp_path_factory.mktemp("gemma3"), pattern=PATTERN[::-1])
-
-
-@pytest.fixture(scope="session")
-def folders(request, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return what finds the folder of a model, a fixture's or one that it writes."""
-    from support.made_hybrids import FAMILIES, make
 
     @cache
     def folder(name: str) -> Path:
-        if name in FAMILIES:
-            return make(name, tmp_path_factory.mktemp(name))
-        return request.getfixturevalue(name)
+        is_tiny = name == "tiny_model"
+        return tiny_model if is_tiny else make(name, tmp_path_factory.mktemp(name))
 
     return folder

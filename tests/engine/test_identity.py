@@ -52,7 +52,7 @@ class Case:
         jobs: makes them.
         engine: arguments of `Engine`.
         least: events that they have at least.
-        model: fixture of its folder.
+        model: name of its folder, see `folders`.
         preempts: whether all engines run short of superblocks; None for whatever.
         values: of the policy, in place of VALUES.
     """
@@ -86,38 +86,39 @@ OF_STATES = {
     "lfm2": Case(by_windows, CHUNKS | SETTINGS["lfm2"], 20, "lfm2"),
     "lfm2, preemption": Case(by_windows, SHORT | SETTINGS["lfm2"], 20, "lfm2", True),
 }
-FP8 = {**CHUNKS, **SETTINGS["lfm2"], "kv_cache_dtype": "fp8"}
 # Superblocks of some are larger, so that a state fits, than events were made for.
 LARGE = {"budget": 160, "prefill_interval": 384}
 OF_FAMILIES = {
-    name: Case(by_windows, CHUNKS | SETTINGS[name], 15, name, values=LARGE)
+    name: Case(by_windows, CHUNKS | SETTINGS.get(name, {}), 15, name, values=LARGE)
     for name in FAMILIES
 }
-# Superblocks of latent vectors have 16 tokens on a CPU.
-FEW = {"num_blocks": 72, "max_model_len": 640, **SETTINGS["deepseek_v3"]}
-# vLLM has its gated delta net in bfloat16 alone, where stock beside itself, in chunks
-# of other lengths, has other tokens, too.
-ROUNDED = ("qwen3_next",)
-EXACT = [name for name in FAMILIES if name not in (*ROUNDED, *LATENTS)]
 OF_BYTES = {
     kind: Case(in_bytes, {**STRAIN, "kv_cache_dtype": kind}, 8, preempts=True)
     for kind in ("fp8", "fp8_e5m2")
 }
+FP8 = {**CHUNKS, "kv_cache_dtype": "fp8"}
+OF_BOTH = {
+    f"fp8 of {name}": Case(in_bytes, FP8, 6, name, values=LARGE)
+    for name in ("gemma3", "gemma4_31b")
+}
+ROOMY = {**STRAIN, "kv_cache_dtype": "fp8", "num_blocks": 60, "foresees": True}
+# Superblocks of latent vectors have 16 tokens on a CPU.
+FEW = {"num_blocks": 72, "max_model_len": 640, **SETTINGS["deepseek_v3"]}
+ABORTED = "deepseek_v3, aborts"
 MORE = {
     "full attention first": Case(by_windows, CHUNKS, 10, "reversed_gemma3"),
     "gpt-oss": Case(partial(make_jobs, (40, 300), 150, seed=5), CHUNKS, 5, "gpt_oss"),
+    "fp8 of lfm2": Case(in_bytes, FP8 | SETTINGS["lfm2"], 8, "lfm2"),
+    ABORTED: Case(jobs_with_aborts, FEW, 15, "deepseek_v3", None, values=LARGE),
+    "no fp8": Case(in_bytes, STRAIN, 0),
+    "fp8, roomy": Case(in_bytes, ROOMY),
 }
-ROOMY = {**STRAIN, "kv_cache_dtype": "fp8", "num_blocks": 60, "foresees": True}
-CASES = {**OF_TINY, **OF_GEMMA, **OF_STATES, **OF_FAMILIES, **OF_BYTES, **MORE}
-CASES |= {"fp8 of lfm2": Case(in_bytes, FP8, 8, "lfm2")}
-ABORTED = "deepseek_v3, aborts"
-CASES[ABORTED] = Case(jobs_with_aborts, FEW, 15, "deepseek_v3", None, values=LARGE)
-OF_BOTH = {
-    f"fp8 of {name}": Case(in_bytes, {**CHUNKS, "kv_cache_dtype": "fp8"}, 6, name)
-    for name in ("gemma3", "gemma4_31b")
-}
-CASES |= {name: replace(case, values=LARGE) for name, case in OF_BOTH.items()}
-CASES |= {"no fp8": Case(in_bytes, STRAIN, 0), "fp8, roomy": Case(in_bytes, ROOMY)}
+CASES = {**OF_TINY, **OF_GEMMA, **OF_STATES, **OF_FAMILIES, **OF_BYTES, **OF_BOTH}
+CASES |= MORE
+# vLLM has its gated delta net in bfloat16 alone, where stock beside itself, in chunks
+# of other lengths, has other tokens, too.
+ROUNDED = ("qwen3_next",)
+EXACT = [name for name in FAMILIES if name not in (*ROUNDED, *LATENTS)]
 
 
 def marked(*values: Any) -> Any:
@@ -126,13 +127,17 @@ def marked(*values: Any) -> Any:
     return pytest.param(*values, marks=needs_float8 if needs else ())
 
 
+# test_sliding_replay.py has every family.
+ALIKE, APART = MOVERS[0], MOVERS[3]
+TWO = MOVERS if sweeps.every_name else (ALIKE, APART)
 RUNS = sweeps.paired(MOVERS, OF_TINY)
-OTHERS = [*sweeps.paired(MOVERS, OF_GEMMA), *(("identity", each) for each in MORE)]
-OTHERS += [*sweeps.paired(MOVERS, OF_STATES), *sweeps.paired(MOVERS, EXACT)]
+OTHERS = [*sweeps.paired(TWO, OF_GEMMA), *sweeps.paired(TWO, OF_STATES)]
+OTHERS += sweeps.paired(MOVERS, sweeps.some(EXACT))
+OTHERS += [(ALIKE, "full attention first"), (ALIKE, "gpt-oss"), (ALIKE, "deepseek_v3")]
+OTHERS += [("holes", "glm4_lite"), ("holes", ABORTED)]
+OTHERS += [marked(*each) for each in sweeps.paired(TWO, OF_BOTH)]
+OTHERS += [marked(*each) for each in sweeps.paired((ALIKE, APART), OF_BYTES)]
 OTHERS += [marked("identity ragged", "fp8 of lfm2")]
-OTHERS += [("identity", "deepseek_v3"), ("holes", "glm4_lite"), ("holes", ABORTED)]
-OTHERS += [marked(*each) for each in sweeps.paired(MOVERS, OF_BOTH)]
-OTHERS += [marked(*each) for each in sweeps.paired(("identity", MOVERS[3]), OF_BYTES)]
 Runs = Callable[..., Run]
 # Layers and KV heads, where not two of both.
 HEADS = {"falcon_h1": (3, 2), "gemma4_e2b": (2, 1), **dict.fromkeys(LATENTS, (3, 1))}
@@ -199,7 +204,7 @@ NEVER_BINDS = {"budget": 2048, "interval": 64}
 NEVER_CALLED = {"events": PRESSURE}  # test_prefix_caching.py has all others
 STOCK = [
     (policy, NEVER_BINDS, "plain")
-    for policy in sweeps.some(("adakv-snapkv", *POLICIES, *MOVERS))
+    for policy in sweeps.some(("adakv-snapkv", *POLICIES))
 ]
 STOCK += [
     ("epikv", {**NEVER_CALLED, "budget": 68}, "plain"),
@@ -209,12 +214,9 @@ STOCK += [
     ("adakv-snapkv", NEVER_BINDS, "lfm2"),
     ("ams-tova", NEVER_CALLED, "lfm2"),
     *(
-        (
-            "tova" if mode == NEVER_BINDS or name in LATENTS else "adakv-snapkv",
-            LARGE | mode,
-            name,
-        )
-        for name, mode in sweeps.paired(FAMILIES, (NEVER_BINDS, NEVER_CALLED))
+        ("tova" if name in LATENTS else "adakv-snapkv", LARGE | mode, name)
+        for name in (FAMILIES if sweeps.every_name else ROUNDED)
+        for mode in (NEVER_BINDS, NEVER_CALLED)
     ),
     marked("ams-tova", NEVER_BINDS, "fp8"),
     marked("adakv-snapkv", NEVER_CALLED, "fp8, roomy"),

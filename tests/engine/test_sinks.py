@@ -3,7 +3,6 @@
 Movers are in test_identity.py, answers in test_sliding_replay.py.
 """
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +16,9 @@ from vllm_kvpolicy.policies import compose
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256}
 
 
-def test_events_read_the_sinks(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_read_the_sinks(folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the layers of full attention, and others as soon as they are loaded."""
-    found = []
+    found, gpt_oss = [], folders("gpt_oss")
 
     def noting(*args: Any) -> WindowUsage:
         found.append(args[5])
@@ -43,19 +42,3 @@ def test_events_read_the_sinks(gpt_oss: Path, monkeypatch: pytest.MonkeyPatch) -
     want = torch.stack([weights[f"model.layers.{i}.self_attn.sinks"] for i in full])
     assert before and all(torch.equal(got, want) for got in before)
     assert after and all(torch.equal(got, want + 1) for got in after)
-
-
-@pytest.mark.parametrize(
-    ("policy", "words"),
-    [
-        ("rkv", "attention of a policy's own"),
-        ("rpc", "attention of a policy's own"),
-        ("expected", "attention of a policy's own"),
-        ("adakv-snapkv", "per-head lengths"),
-    ],
-)
-def test_what_does_not_take_sinks_is_refused(gpt_oss, policy: str, words: str) -> None:
-    options = {"expected_window": 40} if policy == "expected" else {}
-    values = {"policy": policy, **VALUES, "policy_config": options}
-    with pytest.raises(ValueError, match=words):
-        Engine(gpt_oss, values, max_num_batched_tokens=96)

@@ -1,31 +1,31 @@
 """Memory of models with windows or states: what is not bounded is counted."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from support import made_hybrids
 from support.engine.helpers import Engine, footprint_of, make_jobs
+from support.made_hybrids import DOUBLED, SETTINGS
 from support.made_sliding import NUM_GROUPS
+from support.sweeps import every_name
 
 VALUES = {"policy": "ams-tova", "budget": 110, "interval": 56, "prefill_interval": 256}
 GROUPS = {"gemma3": NUM_GROUPS, "gpt_oss": 1, "lfm2": 2}
 GROUPS |= {"gemma4_31b": 2, "gemma4_e2b": 2, "mimo_v2": 2, "gemma3n": 2}
 LARGE = {**VALUES, "budget": 160, "prefill_interval": 384}
-SETTINGS = {
-    "lfm2": made_hybrids.SETTINGS["lfm2"],
-    # Groups of states save those that others may go on from.
-    "lfm2, prefixes": made_hybrids.SETTINGS["lfm2"] | {"enable_prefix_caching": True},
-}
+# Groups of states save those that others may go on from.
+PREFIXES = ", prefixes"
+
+KINDS = [*GROUPS] if every_name else ["gemma3", "lfm2", "gemma4_31b", "gemma4_e2b"]
 
 
-@pytest.fixture(scope="module", params=[*GROUPS, "lfm2, prefixes"])
+@pytest.fixture(scope="module", params=[*KINDS, f"lfm2{PREFIXES}"])
 def engine(request, folders) -> Iterator[Engine]:
     kind = request.param.partition(",")[0]
-    model, changes = folders(kind), SETTINGS.get(request.param, {})
-    values = LARGE if kind in made_hybrids.DOUBLED else VALUES
-    with Engine(model, values, max_num_batched_tokens=96, **changes) as engine:
+    changes = {"max_num_batched_tokens": 96} | SETTINGS.get(kind, {})
+    changes |= {"enable_prefix_caching": request.param.endswith(PREFIXES)}
+    values = LARGE if kind in DOUBLED else VALUES
+    with Engine(folders(kind), values, **changes) as engine:
         others = engine.scheduler.kv_policy_manager.others
         assert len(others.managers) == GROUPS[kind]
         engine.values = values
@@ -60,18 +60,8 @@ def test_what_is_held_is_bounded_and_counted(
     assert max(own) + max(beside) < whole
 
 
-def test_many_requests_take_turns_without_preemptions(gemma3: Path) -> None:
-    """The forecast counts windows: who enters is never preempted."""
-    changes = {"num_blocks": 56, "max_model_len": 512, "max_num_batched_tokens": 96}
-    jobs = make_jobs((40, 90, 200, 310, 60, 130, 250), 150, seed=9)
-    with Engine(gemma3, VALUES, **changes) as engine:
-        run = engine.run(jobs)
-        held_back = engine.scheduler.kv_policy_entry.num_held_back
-    assert run.preemptions == 0 and held_back > 0
-
-
-def test_a_pool_too_small_for_windows_is_refused(gemma3: Path) -> None:
+def test_a_pool_too_small_for_windows_is_refused(folders) -> None:
     """The policy's own superblocks would fit, with a few of the windows."""
     given = {"num_gpu_blocks_override": None, "kv_cache_memory_bytes": 20 * 2 * 16384}
     with pytest.raises(ValueError, match="^KV cache memory: "):
-        Engine(gemma3, VALUES, max_num_batched_tokens=512, **given)
+        Engine(folders("gemma3"), VALUES, max_num_batched_tokens=512, **given)

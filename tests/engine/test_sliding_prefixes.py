@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from support import made_hybrids
 from support.engine.helpers import (
     BLOCK,
     Engine,
@@ -21,23 +20,21 @@ from support.engine.helpers import (
     watch_hits,
 )
 from support.engine.tensor_parallel import compare
+from support.made_hybrids import DOUBLED, SETTINGS
 from support.sweeps import every_name, paired
 
 VALUES = {"budget": 128, "interval": 40, "prefill_interval": 256, "recent": 32}
 COMMON = ("ams-tova", "snapkv", "h2o", "streaming", "keydiff")
-POLICIES = {
-    "gemma3": (*COMMON, "ams-expected", "adakv-snapkv"),
-    "gpt_oss": COMMON,
-    "lfm2": COMMON,
-}
-POLICIES |= {"gemma4_31b": COMMON, "gemma4_e2b": COMMON, "mimo_v2": COMMON}
-POLICIES["gemma3n"] = COMMON
+KINDS = ("gpt_oss", "lfm2", "gemma4_31b", "gemma4_e2b", "mimo_v2", "gemma3n")
+POLICIES = {"gemma3": (*COMMON, "ams-expected", "adakv-snapkv")}
+POLICIES |= dict.fromkeys(KINDS, COMMON)
 # Windows of one size and of two, and states; test_sliding_replay has the others.
 SOME = tuple(POLICIES) if every_name else ("gemma3", "lfm2", "gemma4_e2b")
+CROWDED = tuple(POLICIES) if every_name else ("gemma3", "gemma4_31b", "lfm2")
+HASHED = tuple(POLICIES) if every_name else ("gemma4_31b", "gemma4_e2b")
 # Tokens per superblock of full attention, and of the largest superblocks.
 BLOCKS = {"gemma4_31b": (64, 64), "gemma4_e2b": (32, 64), "mimo_v2": (64, 64)}
 LARGE = {"budget": 160, "prefill_interval": 384}
-SETTINGS = {"lfm2": made_hybrids.SETTINGS["lfm2"]}
 BUDGETS = {"identity": 128, "ams-tova": 2048}  # the second never binds
 # Steps that read part of a prompt; a pool in which requests preempt each other.
 CHUNKS = {"max_num_batched_tokens": 96, "max_model_len": 640}
@@ -96,7 +93,7 @@ def in_crowds(folders) -> Callable[..., Served]:
     @cache
     def served(kind: str, policy: str | None) -> Served:
         values = policy and {"policy": policy, **VALUES, "budget": BUDGETS[policy]}
-        if kind in made_hybrids.DOUBLED and policy == "identity":
+        if kind in DOUBLED and policy == "identity":
             values |= LARGE
         jobs = jobs_of(tuple(BUDGETS), is_stock=True) * 3
         jobs = [replace(job, name=f"{n}") for n, job in enumerate(jobs)]
@@ -121,7 +118,7 @@ def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
     def served(kind: str, is_caching: bool) -> Served:
         names = POLICIES[kind]
         values: dict[str, Any] = {**VALUES, "policy": names[0], "allow": names[1:]}
-        values |= LARGE if kind in made_hybrids.DOUBLED else {}
+        values |= LARGE if kind in DOUBLED else {}
         if "ams-expected" in names:
             values["policy_config"] = {"expected_window": 36}
         jobs, found = jobs_of(names), Served([], [], values)
@@ -143,7 +140,7 @@ def in_peace(folders, tmp_path_factory) -> Callable[..., Served]:
     return served
 
 
-@pytest.mark.parametrize(("kind", "policy"), paired(POLICIES, BUDGETS))
+@pytest.mark.parametrize(("kind", "policy"), paired(CROWDED, BUDGETS))
 def test_what_drops_nothing_is_stock(in_crowds, kind: str, policy: str) -> None:
     ours, stock = in_crowds(kind, policy), in_crowds(kind, None)
     for run, hits, other in zip(ours.runs, ours.hits, stock.runs, strict=True):
@@ -185,7 +182,7 @@ def test_requests_share_as_much_as_their_events_let_them(in_peace, kind: str) ->
     assert not in_peace(kind, False).hits[0].total()
 
 
-@pytest.mark.parametrize("kind", ["gemma3", *BLOCKS])
+@pytest.mark.parametrize("kind", HASHED)
 def test_superblocks_are_known_by_their_groups_hashes(folders, kind: str) -> None:
     """A request has hashes of the smallest superblocks of all groups."""
     values = {"policy": "ams-tova", **VALUES, "budget": 2048}

@@ -10,15 +10,16 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from support.engine.helpers import BLOCK, Result, config_of, one_job_each, serve
-from support.engine.oracle_replay import Mismatch, check_replay
+from support.engine.oracle_replay import check_replay
 from support.engine.oracle_selection import Report, check_selection
 from support.made_hybrids import DOUBLED, LATENTS, SETTINGS
 from support.made_sliding import MixedDecoder
+from support.sweeps import every_name
 from vllm_kvpolicy.config_keys import ALWAYS, PRESSURE
 
+MAMBAS = ("granite4", "nemotron_h", "falcon_h1")
 BASE = {"budget": 110, "interval": 56, "prefill_interval": 256, "recent": 40}
 COMMON = ["ams-tova", "tova", "snapkv", "streaming", "h2o"]
 POLICIES = {
@@ -29,6 +30,9 @@ POLICIES = {
     "gemma4_e2b": [*COMMON, "keydiff"],
     "mimo_v2": [*COMMON, "ams-expected", "adakv-snapkv"],
     "gemma3n": [*COMMON, "adakv-snapkv"],
+    "deepseek_v3": [*COMMON, "strat-tova", "ams-snapkv", "chunk-snapkv"],
+    "glm4_lite": [*COMMON[:4], "random"],
+    **dict.fromkeys(MAMBAS, COMMON),
 }
 LARGE = {"budget": 112, "prefill_interval": 384}  # where superblocks have 64 tokens
 # Superblocks of pools that are too small for all; with ALWAYS requests preempt.
@@ -43,20 +47,26 @@ POOLS = {
     ("gemma4_e2b", ALWAYS): 40,
     ("mimo_v2", ALWAYS): 21,
     ("gemma3n", ALWAYS): 40,
+    ("deepseek_v3", ALWAYS): 84,
+    ("deepseek_v3", PRESSURE): 84,
+    ("glm4_lite", ALWAYS): 48,
+    **{(name, ALWAYS): 200 for name in MAMBAS},
 }
 # Of superblocks of 64 and 96 tokens, with room for all.
 MAMBA = {"budget": 140, "interval": 40, "prefill_interval": 384}
 SIZES = {"granite4": 96, "nemotron_h": 64, "falcon_h1": 64}
 SIZES |= dict.fromkeys(DOUBLED, 64)
 LATENT = {"budget": 112, "interval": 48, "prefill_interval": 160, "recent": 32}
-WINDOWS = ["ams-snapkv", "chunk-snapkv"]
-POLICIES["deepseek_v3"] = [*COMMON, "strat-tova", *WINDOWS]
-POLICIES["glm4_lite"] = [*COMMON[:4], "random"]
-POOLS |= {("deepseek_v3", ALWAYS): 84, ("deepseek_v3", PRESSURE): 84}
-POOLS |= {("glm4_lite", ALWAYS): 48}
-for name in ("granite4", "nemotron_h", "falcon_h1"):
-    POLICIES[name], POOLS[name, ALWAYS] = COMMON, 200
-CASES = [(*pool, policy) for pool in POOLS for policy in POLICIES[pool[0]]]
+if not every_name:
+    del POOLS["lfm2", PRESSURE], POOLS["gemma4_31b", PRESSURE]
+# All are served together; of two that need little of a model gemma3's are judged.
+SIMPLE = () if every_name else ("tova", "streaming")
+CASES = [
+    (*pool, policy)
+    for pool in POOLS
+    for policy in POLICIES[pool[0]]
+    if pool[0] == "gemma3" or policy not in SIMPLE
+]
 # What the selection oracle knows, on heads of equal lengths.
 SELECTED = ("ams-tova", "tova", "snapkv", "streaming")
 Decoders = Callable[[str], MixedDecoder]
@@ -98,7 +108,6 @@ def served(folders, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="module")
 def decoders(folders) -> Decoders:
-    torch.set_num_threads(1)
     return cache(lambda model: MixedDecoder(folders(model)))
 
 
@@ -126,33 +135,3 @@ def test_survivors_are_those_that_dense_attention_wants(
     check_selection(decoders(model), result, config, size, report)
     report.check()
     assert report.decisions or events == PRESSURE
-
-
-@pytest.mark.parametrize("model", ["gemma3", "mimo_v2"])
-def test_a_token_that_was_not_kept_is_noticed(
-    served, decoders: Decoders, model: str
-) -> None:
-    """The oracle can fail: with a survivor exchanged in one layer it does."""
-    result = served(model, ALWAYS)["snapkv"]
-    event = result.events[-1]
-    kept = event.survivors[1]
-    gone = sorted(set(range(event.frontier)) - set(kept.flatten().tolist()))
-    assert gone
-    before = kept.copy()
-    try:
-        kept[:, -32:] = gone[0]
-        with pytest.raises(Mismatch):
-            check_replay(decoders(model), result)
-    finally:
-        kept[:] = before
-
-
-@pytest.mark.parametrize("model", ["gpt_oss", "mimo_v2"])
-def test_answers_do_not_follow_without_sinks(folders, served, model: str) -> None:
-    """The oracle can fail: with sinks that take nothing it does."""
-    decoder = MixedDecoder(folders(model))
-    for layer in decoder.model.modules():
-        if getattr(layer, "sinks", None) is not None:
-            layer.sinks.data.fill_(-1e4)
-    with pytest.raises(Mismatch):
-        check_replay(decoder, served(model, ALWAYS)["tova"])

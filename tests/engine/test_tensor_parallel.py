@@ -172,23 +172,6 @@ def test_copies_of_a_head_decide_alike(on_both, served) -> None:
     assert found.events > len(served) and not differing(found), found
 
 
-@pytest.mark.slow
-def test_moving_tokens_changes_nothing(tmp_path: Path) -> None:
-    """Stock vLLM on two ranks, and tokens that change places, heads and layers."""
-    model = write_model(tmp_path / "model", SHARED)
-    jobs, found = make_jobs((40, 300, 150), 150), []
-    movers = [
-        {**POLICY, "policy": policy, "policy_config": {"ragged": True}}
-        for policy in ("identity", "holes")
-    ]
-    changes = {"num_blocks": 24, "max_model_len": 512, "foresees": False}
-    changes |= {"tensor_parallel_size": 2}
-    for values in (None, *movers):
-        found.append(serve(model, values, jobs, **changes))
-        assert not values or found[-1].counters["events"] > 3
-    assert found[0].tokens == found[1].tokens == found[2].tokens
-
-
 def test_requests_that_share_prompts_and_steps_ahead(on_both) -> None:
     """The prefix cache and asynchronous scheduling do not know of ranks."""
     served = ("ams-tova", "snapkv", "hard-snapkv", "trim-random")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from support.engine.helpers import OWN, Engine, jobs_of, serve
-from support.engine_configs import engine_args
 
 VISION = {
     "hidden_size": 32,
@@ -77,9 +76,3 @@ def test_text_is_answered_as_by_a_text_model(
             assert moved[f"{OWN} {length}"] == expected[f"none {length}"]
         with pytest.raises(ValueError, match="Multi-modal processor"):
             engine.llm.generate({"prompt": "x", "multi_modal_data": {"image": "y"}})
-
-
-def test_images_are_refused_at_start_up(multimodal: Path) -> None:
-    policy = {"kv_policy": {"policy": "ams-tova"}}
-    with pytest.raises(ValueError, match="images.*add --language-model-only"):
-        engine_args(multimodal, additional_config=policy).create_engine_config()

@@ -4,12 +4,14 @@ Others keep a state or a window, which has other heads in Gemma 4 and MiMo-V2.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import transformers
 from safetensors.torch import load_file, save_file
 
+from support.made_sliding import PATTERN
 from support.tiny_model import CHARACTERS, SPECIAL_TOKENS, write_tokenizer
 from vllm_kvpolicy.commands.trials import (
     LATENT,
@@ -17,6 +19,8 @@ from vllm_kvpolicy.commands.trials import (
     ROTATED,
     WINDOW,
     gemma4,
+    make_gemma3,
+    make_gpt_oss,
     make_lfm2,
     sizes,
     write,
@@ -193,6 +197,13 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "mimo_v2": _mimo_v2,
     "gemma3n": _gemma3n,
 }
+OF_TRIALS: dict[str, Callable[[Path], Path]] = {
+    "gemma3": make_gemma3,
+    # The first layer is one of full attention.
+    "reversed_gemma3": partial(make_gemma3, pattern=PATTERN[::-1]),
+    "gpt_oss": make_gpt_oss,
+    "lfm2": make_lfm2,
+}
 # Where full attention has superblocks of 64 tokens, since windows keep more of each.
 DOUBLED = ("gemma4_31b", "mimo_v2")
 # Of `write`: logits that are not divided by the root of a head's size are large, and
@@ -207,10 +218,6 @@ LATENTS = ("deepseek_v3", "glm4_lite")  # whose heads share a vector per token
 # What stock vLLM needs on a CPU: its kernel there rotates queries of LFM2's shape by
 # wrong positions, its Mamba2 caches no prefixes, its gated delta net is of bfloat16.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "gemma4_31b": {},
-    "gemma4_e2b": {},
-    "mimo_v2": {},
-    "gemma3n": {},
     "lfm2": ROTATED,
     "granite4": {"enable_prefix_caching": False},
     "nemotron_h": {"enable_prefix_caching": False},
@@ -229,9 +236,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make(name: str, path: Path) -> Path:
-    """Write the model of a family, and a tokenizer, into a folder; return that."""
-    if name == "lfm2":
-        make_lfm2(path)
+    """Write a model, and a tokenizer, into a folder; return that."""
+    if name in OF_TRIALS:
+        OF_TRIALS[name](path)
     else:
         write(path, FAMILIES[name](), seed=5, **WEIGHTS.get(name, {"norms": 1.5}))
     if name == "gemma3n":

@@ -38,8 +38,6 @@ def follow_all(
     Args:
         results: see `follow_decisions`, as for `sinks` and `has_budget`.
         decoder_of: returns the decoder of a result.
-        sinks: first tokens that stay in any case.
-        has_budget: an eviction may drop tokens that are not dropped here.
         decide: returns what that says after a forward pass: what is dropped, and what
             may go either way.
 

@@ -1,17 +1,16 @@
 """Starts engines and drives them step by step: the one place that knows how."""
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from support.engine.collector import keep_imports_frozen
+from support.engine.passes import Cut, Passes
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import ALWAYS
 from vllm_kvpolicy.events import Footprint, request_phase
@@ -32,10 +31,8 @@ TOP_LOGPROBS = 20
 MAX_STEPS = 5000
 OWN = "own"
 FIRST_TOKEN, LAST_TOKEN = 3, 98  # the tiny model's characters
-NO_COMMANDS = SimpleNamespace(events=())  # of stock vLLM
 
 Prompt = list[int]
-Cut = tuple[int, int]  # of an event: its position, and its budget in tokens
 
 
 @dataclass(frozen=True)
@@ -110,6 +107,13 @@ class Result:
         """Events of the last time that it was computed."""
         return self.passes[-1] if self.passes else []
 
+    def check_kept(self, other: "Result") -> None:
+        """Check that another run said and kept the same, event by event."""
+        assert self.tokens == other.tokens
+        for ours, theirs in zip(self.events, other.events, strict=True):
+            assert ours.position == theirs.position
+            assert np.array_equal(ours.survivors, theirs.survivors)
+
     def up_to(self, number: int) -> "Result":
         """Return it as it was before its preemption of that number, counted from 1."""
         return replace(self, passes=self.passes[:number], record=self.record[:number])
@@ -144,6 +148,11 @@ class Run:
     def calls(self) -> list[Cut]:
         """What the scheduler has told the worker of events, of all passes."""
         return [cut for each in self.results.values() for cut in sum(each.record, [])]
+
+    def check_kept(self, other: "Run") -> None:
+        """Check that another run of the same requests said and kept the same."""
+        for name, result in other.results.items():
+            self.results[name].check_kept(result)
 
     def check_moved(self, heads: tuple[int, int] = (2, 2)) -> None:
         """Check that events of [L, H] heads drop nothing and move half of all tokens.
@@ -464,70 +473,6 @@ def watch_hits(engine: Engine) -> Counter[str]:
 
     manager.record_prefix_cache_stats = recorded
     return hits
-
-
-class Passes:
-    """Knows which (re)computation of a request its events and tokens belong to.
-
-    Attributes:
-        events: events that a request had before each of its preemptions.
-        tokens: per generated token of a request, preemptions before it was computed.
-        record: of each event of a request, what the scheduler has told the worker.
-    """
-
-    def __init__(self) -> None:
-        self.events: dict[str, list[int]] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.record: defaultdict[str, list[Cut]] = defaultdict(list)
-
-    @property
-    def num_preemptions(self) -> int:
-        """Requests that lost their blocks, counted each time."""
-        return sum(map(len, self.events.values()))
-
-    def watch(self, scheduler: Any) -> None:
-        """Follow a scheduler from now on; it has no requests yet."""
-        after, preempt = scheduler._update_after_schedule, scheduler._preempt_request
-        take = scheduler.update_from_output
-
-        def scheduled(output: Any) -> None:
-            after(output)
-            # Stock schedulers attach no commands.
-            is_stock = not hasattr(scheduler, "kv_policy_planner")
-            commands = NO_COMMANDS if is_stock else output.kv_policy_commands
-            for event in commands.events:
-                cut = event.position, event.budget
-                self.record[event.request_id].append(cut)
-            # With the step, for it is answered when the next has been scheduled.
-            output.preemptions_before = {
-                name: len(self.events.get(name, ()))
-                for name in output.num_scheduled_tokens
-            }
-
-        def preempted(request: Any, *args: Any, **kwargs: Any) -> Any:
-            name = request.request_id
-            self.events.setdefault(name, []).append(len(self.record[name]))
-            return preempt(request, *args, **kwargs)
-
-        def taken(output: Any, answer: Any) -> Any:
-            before = output.preemptions_before
-            requests = [scheduler.requests.get(name) for name in before]
-            lengths = [each and each.num_output_tokens for each in requests]
-            found = take(output, answer)
-            for request, length in zip(requests, lengths, strict=True):
-                if request is not None:
-                    name = request.request_id
-                    new = request.num_output_tokens - length
-                    self.tokens.setdefault(name, []).extend([before[name]] * new)
-            return found
-
-        scheduler._update_after_schedule = scheduled
-        scheduler._preempt_request, scheduler.update_from_output = preempted, taken
-
-    def split(self, name: str, events: list[Any]) -> list[list[Any]]:
-        """Return a request's events, one list for each time it was (re)computed."""
-        edges = [0, *self.events.get(name, ()), len(events)]
-        return [events[first:last] for first, last in pairwise(edges)]
 
 
 def read_records(trace: Path, read: set[Path]) -> dict[str, list[list[Record]]]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.engine.helpers import Cut
 from support.engine.oracle_replay import Mismatch, activations
+from support.engine.passes import Cut
 from support.engine.reference_decoder import Activations, ReferenceDecoder
 from vllm_kvpolicy.config import KVPolicyConfig
 from vllm_kvpolicy.config_keys import PRESSURE
