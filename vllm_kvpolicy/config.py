@@ -260,6 +260,9 @@ class KVPolicyConfig:
             info = parse(name)
             known = info.options
             given = {key: value for key, value in self.options.items() if key in known}
+            preset = str(given.get("preset"))
+            if preset in parse(self.policy).presets and preset not in info.presets:
+                del given["preset"]  # it is the server's own policy's
             self._resolved[name] = resolve(info, given)
         return self._resolved[name]
 

@@ -355,8 +355,8 @@ def worded_budget(
 ) -> int:
     """Return the number for a budget in words; for a share that of the longest request.
 
-    With that for AUTO max_num_seqs requests of max_model_len fit the pool at once, if
-    that leaves each what it needs beside: an interval's growth, the rest of two
+    AUTO is the number at which max_num_seqs requests of max_model_len fit the pool at
+    once, each with what it needs beside: an interval's growth, the rest of two
     superblocks, a query window, and what layers with a sliding window or a state hold.
 
     Example: 16 requests share 2,048 superblocks of 16 tokens, 128 each. Less 4 for a

@@ -13,6 +13,7 @@ from support.event_inputs import (
     HEADS,
     LAYERS,
     ROWS,
+    SINKS,
     TOKENS,
     choose,
     make_inputs,
@@ -153,6 +154,33 @@ def test_later_sizes_are_of_the_scores_at_remembered_temperatures() -> None:
         first = best(list(range(length)), row.tolist(), size)
         assert marked(sharper.keep, at) == set(first) | marked(inputs.must_keep, at)
     assert (sharper.keep.sum(-1) < got.keep.sum(-1)).sum() > len(ROWS) / 2
+
+
+def test_few_candidates_leave_the_temperature_to_a_later_event() -> None:
+    """Fewer than attention wants are all that can be chosen from."""
+    score, inputs = first_event()
+    few = inputs.must_keep | (torch.arange(TOKENS) % 8 == 0) & inputs.valid
+    hidden = score.masked_fill(~few, -torch.inf)
+    got = calibrated(hidden, replace(inputs, candidates=few)).memory[TEMPERATURE]
+    free = calibrated(score, inputs).keep.sum(-1)
+    lacks = got[..., 0] == 0
+    assert lacks.any() and not lacks.all()
+    later = replace(inputs, memory={TEMPERATURE: got})
+    assert torch.equal(calibrated(score, later).keep.sum(-1)[lacks], free[lacks])
+
+
+@pytest.mark.parametrize("broken", [torch.nan, -torch.inf, torch.inf])
+@pytest.mark.parametrize("is_hinted", [False, True])
+def test_a_broken_score_changes_no_other_size(broken: float, is_hinted: bool) -> None:
+    score, inputs = first_event()
+    odd, token = score.clone(), SINKS + 3
+    odd[..., token] = broken
+    if is_hinted:  # as a composed policy gives them
+        lowest = torch.finfo(odd.dtype).min
+        odd = odd.nan_to_num(nan=lowest, neginf=lowest, posinf=torch.inf)
+        inputs = replace(inputs, candidates=inputs.valid)
+    got = calibrated(odd, inputs).keep.sum(-1) - calibrated(score, inputs).keep.sum(-1)
+    assert (got.abs() <= 1).all()
 
 
 def test_the_papers_budget_caps_each_head() -> None:

@@ -145,7 +145,8 @@ def merge(
         `additional_config` itself where nothing is given, else a new dict.
 
     Raises:
-        ValueError: `additional_config` is no mapping, or has none under our key.
+        ValueError: values are given, and `additional_config`, or what it has under our
+            key, is no mapping.
     """
     has_own = isinstance(additional_config, Mapping) and CONFIG_KEY in additional_config
     if not given and not (under if has_own else "policy" in under):

@@ -82,7 +82,7 @@ def gemma4(pattern: str, head_dim: int, **changes: Any) -> Any:
 
 
 def make_gemma4(path: Path) -> Path:
-    """Write one whose full attention keeps half as much of a token as its windows."""
+    """Write a Gemma 4 whose full attention keeps half as much as its windows."""
     heads = {"num_key_value_heads": 4, "num_global_key_value_heads": 1}
     return write(path, gemma4("wwfwwf", 256, **heads), norms=0.7)
 
@@ -113,7 +113,7 @@ def make_gpt_oss(path: Path) -> Path:
 
 
 def make_lfm2(path: Path) -> Path:
-    """Write two layers of full attention and four short convolutions: three groups."""
+    """Write an LFM2 of two layers of full attention and four short convolutions."""
     config = Lfm2Config(
         num_hidden_layers=6,
         layer_types=["conv", "conv", "full_attention"] * 2,
@@ -128,7 +128,7 @@ def make_lfm2(path: Path) -> Path:
 
 
 def make_deepseek(path: Path) -> Path:
-    """Write latent vectors of the released models' size, and so of kernels."""
+    """Write a DeepSeek-V3 whose latent vectors have the released models' size."""
     return write(path, DeepseekV3Config(**LATENT), norms=1.5)
 
 

@@ -70,13 +70,14 @@ def temperatures(logits: Tensor, counts: Tensor, mass: float) -> Tensor:
 
     Args:
         logits: [..., T] float32 without NaN; minus infinity is left out.
-        counts: [...] integers, tokens; at least 1, at most what is not left out.
+        counts: [...] integers, tokens; at least 1.
         mass: p, above 0, at most 1.
 
     Returns:
-        [...] float32, the lowest that reaches `counts`, or the highest of the range.
+        [...] float32, the lowest that reaches `counts`; 0 where none does.
     """
     rising, (low, high) = _rising(logits), map(math.log, TEMPERATURES)
+    is_in_reach = _counts(rising / TEMPERATURES[1], mass) >= counts
     lowest = torch.full(counts.shape, low, dtype=torch.float64, device=counts.device)
     highest = torch.full_like(lowest, high)
     for _ in range(HALVINGS):
@@ -84,7 +85,7 @@ def temperatures(logits: Tensor, counts: Tensor, mass: float) -> Tensor:
         reached = _counts(rising / middle.exp().float()[..., None], mass) >= counts
         highest = torch.where(reached, middle, highest)
         lowest = torch.where(reached, lowest, middle)
-    return highest.exp().float()
+    return torch.where(is_in_reach, highest.exp(), 0.0).float()
 
 
 def _counts(rising: Tensor, mass: float) -> Tensor:

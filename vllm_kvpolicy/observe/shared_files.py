@@ -234,7 +234,7 @@ class Ring(SharedFile):
         )
 
     def read(self, first: int = 0) -> tuple[list[dict[str, Any]], int]:
-        """Return the records from a number on that are there, and where to go on."""
+        """Return the records that are left from `first` on, and where to go on."""
         head = self._unpack(_HEAD, _HEAD_AT)[0]
         if first > head:
             first = 0  # of another file that had this name

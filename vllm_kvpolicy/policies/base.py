@@ -203,7 +203,7 @@ class OfModel:
     consists_of: tuple["OfModel", ...] = ()
 
     def check_model(self, model: ModelShape) -> None:
-        """Raise ValueError if it was made for another shape than all ranks have."""
+        """Raise ValueError if it was made for a model of another shape."""
         for part in self.consists_of:
             part.check_model(model)
 

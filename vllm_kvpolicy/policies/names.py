@@ -234,6 +234,13 @@ class PolicyInfo:
         return "; ".join(word.summary for word in self.parts)
 
     @property
+    def presets(self) -> Mapping[str, Mapping[str, Any]]:
+        """Option values by the name of a preset, of all words."""
+        return {
+            name: keys for word in self.parts for name, keys in word.presets.items()
+        }
+
+    @property
     def options(self) -> dict[str, FieldInfo]:
         """The keys of `--kv-policy-config` that it reads."""
         return {
@@ -486,15 +493,9 @@ def resolve(info: PolicyInfo, given: Mapping[str, Any]) -> ResolvedPolicy:
                 f"kv_policy_config: got the unknown key {key!r}{nearest(key, known)}, "
                 f"expected a key of {info.name!r} ({valid})"
             )
-    values = {**_preset(info, given), **given}
+    values = {**info.presets.get(str(given.get("preset")), {}), **given}
     own = {}
     for word in info.parts:
         keys = values.keys() & word.Options.model_fields
         own[word] = word.Options(**{key: values[key] for key in keys})
     return ResolvedPolicy(info, own)
-
-
-def _preset(info: PolicyInfo, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of the preset that the user named; none for a wrong one."""
-    presets = {name: keys for word in info.parts for name, keys in word.presets.items()}
-    return presets.get(str(given.get("preset")), {})

@@ -90,8 +90,8 @@ class Compactor:
     Args:
         requests: updated after each event.
         memory: what policies remember of survivors, true positions included.
-        sink_logits: returns those of its learned sinks as they are now, [L, Hq]
-            float32; None for none.
+        layers: vLLM's, whose learned sinks are read as they are at each event; none
+            where they have no sinks.
         most_tokens: by policy, most tokens per head of a batch of several events, all
             padded to the longest head among them; temporary tensors grow with that.
             Becomes less where memory is short.

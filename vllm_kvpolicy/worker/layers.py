@@ -41,8 +41,12 @@ def has_sinks(layer: Any) -> bool:
 
 
 def check_known(layers: Sequence[Any], vllm_config: Any) -> None:
-    """Raise ValueError for learned sinks that no refusal at start-up knows of."""
-    if any(map(has_sinks, layers)) and not compat.has_learned_sinks(vllm_config):
+    """Raise ValueError for learned sinks that no refusal at start-up knows of.
+
+    Those are of other types of models, or of some layers alone.
+    """
+    found = [*map(has_sinks, layers)]
+    if any(found) and not (all(found) and compat.has_learned_sinks(vllm_config)):
         raise ValueError(
             f"{vllm_config.model_config.model}: its attention layers have learned "
             "sinks, which are tested in models of type "

@@ -196,7 +196,10 @@ def _all_pages(kv_caches: Sequence[torch.Tensor]) -> torch.Tensor:
     if not all(cache.is_contiguous() for cache in kv_caches):
         raise ValueError("KV caches: expected contiguous head-major blocks (LBHNC)")
     if not _lie_together(kv_caches):
-        raise ValueError("KV caches: expected the layers in one allocation, in order")
+        raise ValueError(
+            "KV caches: expected the layers in one allocation, in order, as the vLLM "
+            "that this version supports lays them out; leave out --kv-policy"
+        )
     num_blocks, num_heads, block_size, width = first.shape
     page = block_size * width
     return first.as_strided(

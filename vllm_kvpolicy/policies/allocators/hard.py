@@ -178,14 +178,16 @@ class HardAllocator(BaseAllocator):
     ) -> tuple[Tensor, Tensor]:
         """Return sizes, [E, L, H] int64 tokens, and temperatures, [E, L, H] float32.
 
-        Found for sizes of `longest` at a request's first event, remembered since.
+        Found at a request's first event for sizes of `longest`, and remembered since.
+        Where too few can be chosen from for that, as among few candidates, there is no
+        temperature, 0, until a later event.
         """
-        logits = log_scores(score, inputs.valid)
+        logits, mass = log_scores(score, inputs.valid), self.options.hard_p
+        found = temperatures(logits, longest, mass)
         tau = inputs.memory[TEMPERATURE].amax(-1)
-        found = temperatures(logits, longest, self.options.hard_p)
         tau = torch.where(tau > 0, tau, found)
-        sizes = row_nucleus_counts(logits / tau[..., None], self.options.hard_p)
-        return sizes, tau
+        sizes = row_nucleus_counts(logits / tau.clamp(min=1e-3)[..., None], mass)
+        return torch.where(tau > 0, sizes, longest), tau
 
     def _scale(
         self, sizes: Tensor, floors: Tensor, caps: Tensor, budget: int, num_tokens: int
@@ -204,20 +206,22 @@ class HardAllocator(BaseAllocator):
 
 
 def log_scores(score: Tensor, valid: Tensor) -> Tensor:
-    """Return ln(u + 1e-10), u = (score - smallest) / (largest - smallest).
+    """Return ln(u + 1e-10), u = (score - smallest) / (largest - smallest), all finite.
 
     Source: Hard-KV, Solution 2, as the code has it for R-KV.
     Deviations: by the largest, not by the sum, which depends on the order of adding;
     a softmax of the logarithms is the same but for what 1e-10 adds.
 
     Args:
-        score: [..., T] floating point; NaN and minus infinity are left out.
+        score: [..., T] floating point; NaN, minus infinity and what stands for them
+            among candidates, the lowest number, are left out.
         valid: [..., T] bool, False on padding.
 
     Returns:
         [..., T] float32, minus infinity for what is left out.
     """
-    is_in, exact = valid & (score > -torch.inf), score.double()
+    limits = torch.finfo(score.dtype)
+    is_in, exact = valid & (score > limits.min), score.double().clamp(max=limits.max)
     lowest = torch.where(is_in, exact, torch.inf).amin(-1, keepdim=True)
     above = torch.where(is_in, exact - lowest, 0.0)
     largest = above.amax(-1, keepdim=True)

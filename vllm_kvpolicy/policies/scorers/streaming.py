@@ -22,7 +22,6 @@ class StreamingScorer(BaseScorer):
     reads_heads = False
 
     def score(self, inputs: EventInputs, usage: WindowUsage | None) -> Tensor:
-        # Exact below 2^24.
         """Score [E, L, H, T] float32: the token's index (exact below 2^24)."""
         shape = inputs.must_keep.shape
         index = torch.arange(shape[-1], device=inputs.lengths.device)
