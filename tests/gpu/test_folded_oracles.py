@@ -57,18 +57,18 @@ def test_folded_attention_is_float32_on_what_heads_hold(
 
 def test_pages_change_layers_and_heads(config: Any) -> None:
     scene = make(config)
-    folder = scene.runtime.tier.folder
+    lists = scene.runtime.tier.lists
     requests = scene.runtime.requests
     slot = requests.row_of[str(NUMBER)]
-    first = folder.lists.first[slot]
+    first = lists.first[slot]
     blocks = requests.global_blocks[slot].long()
-    pages = folder.lists.pages[blocks].flatten()[: int(first[-1])]
-    lists = pages.split(first.diff().tolist())
-    layers = [pages // (scene.num_blocks * SHAPE.heads) for pages in lists]
-    heads = [pages % SHAPE.heads for pages in lists]
+    pages = lists.pages[blocks].flatten()[: int(first[-1])]
+    split = pages.split(first.diff().tolist())
+    layers = [pages // (scene.num_blocks * SHAPE.heads) for pages in split]
+    heads = [pages % SHAPE.heads for pages in split]
     assert any((layer != n // 2).any() for n, layer in enumerate(layers))
     assert any((head != n % 2).any() for n, head in enumerate(heads))
-    listed = torch.cat(lists)
+    listed = torch.cat(split)
     assert len(listed.unique()) == len(listed)
     assert (scene.cache == POISON).all(-1).any()
 
@@ -79,7 +79,7 @@ def test_a_call_recorded_at_length_one_serves_long_steps(
     config: Any, with_graphs: None, padding: int, seed: int
 ) -> None:
     scene = make(config, 1, padding, seed)
-    rows, columns = scene.runtime.tier.folder.tables.pages.shape[1::2]
+    rows, columns = scene.runtime.tier.tables.pages.shape[1::2]
     assert rows > len(scene.batch) + padding
     longest = config.model_config.max_model_len
     assert columns == longest // SHAPE.block
@@ -101,7 +101,7 @@ def test_a_mistake_is_found(config: Any, mistake: str) -> None:
     scene = make(config, 9 if mistake == "order" else 1)
     judge(scene, scene.attend()).check()
     built, output = scene.build(), scene.output()
-    tables = scene.runtime.tier.folder.tables
+    tables = scene.runtime.tier.tables
     if mistake == "page":
         tables.pages[1, NUMBER, :, 0] = tables.pages[1, NUMBER - 1, :, 0]
     elif mistake == "length":

@@ -53,9 +53,9 @@ def replay(scene: FoldedScene) -> torch.Tensor:
     call = partial(scene.forward, built, output)
     if scene.device.type == "cuda":
         call = captured(call)
-    tables = scene.runtime.tier.folder.tables
+    pages = scene.runtime.tier.tables.pages
     scene.build()
-    assert scene.runtime.tier.folder.tables is tables, "the tables have moved"
+    assert scene.runtime.tier.tables.pages is pages, "the tables have moved"
     call()
     return output[:, : scene.num_tokens]
 

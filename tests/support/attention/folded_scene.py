@@ -154,7 +154,7 @@ class FoldedScene(Layers):
         Args:
             dest: superblocks that have these pages.
         """
-        slots, folder = self.runtime.requests, self.runtime.tier.folder
+        slots, tier = self.runtime.requests, self.runtime.tier
         slot, frontier = slots.take(self.names[number]), self.batch[number].frontier
         slots.skip[slot] = slots.skip_cpu[slot] = frontier
         slots.frontier_blocks_cpu[slot] = frontier
@@ -164,8 +164,8 @@ class FoldedScene(Layers):
         owned = torch.tensor([dest], device=self.device)
         slots.global_blocks[slot, : len(dest)] = owned[0].int()
         index = to_device([slot], self.device)
-        folder.lists.update([slot], index, owned, first, listed)
-        folder.forget([self.names[number]])
+        tier.lists.update([slot], index, owned, first, listed)
+        tier.tables.forget([self.names[number]])
         self.counts[number] = counts.view(LAYERS, -1)
 
     # -- a step ------------------------------------------------------------------------

@@ -11,6 +11,7 @@ so that torch.compile traces it as any other op and a captured graph replays it.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -189,12 +190,15 @@ class TokenSignals(Capture):
     def numbers(
         self, events: Sequence[CompactEvent], needs: Needs
     ) -> dict[str, Integers]:
-        names = [event.request_id for event in events]
-        return {"signal_rows": self._rows.take_all(names, len(names))}
+        return {"signal_rows": self.rows_of([event.request_id for event in events])}
 
     def read(self, batch: Batch) -> Mapping[str, Any]:
         longest = max(event.position for event in batch.events)
         return {"signals": self.values(batch.sent["signal_rows"], longest)}
+
+    def rows_of(self, request_ids: Sequence[str]) -> np.ndarray:
+        """Return [E] int64 rows of requests; new ones take free rows."""
+        return self._rows.take_all(request_ids, len(request_ids))
 
     def values(
         self, rows: torch.Tensor, num_positions: int
