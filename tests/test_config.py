@@ -145,6 +145,17 @@ def test_events_are_never_closer_than_a_query_window():
     assert built.footprint(500, 32, 4, LAST_PHASE).events.next_event(501) == 564
 
 
+def test_a_preset_is_for_the_policies_that_have_it() -> None:
+    config = KVPolicyConfig(
+        **{"policy": "ams-tova", "options": {"preset": "code"}},
+        allow=("ams-snapkv", "hard-snapkv"),
+    )
+    assert config.resolved("ams-snapkv").options["segment_mass"] == 0.02
+    assert config.resolved("hard-snapkv").options["preset"] == "default"
+    with pytest.raises(ValueError, match="preset: got 'code', expected one of default"):
+        KVPolicyConfig("hard-snapkv", options={"preset": "code"})
+
+
 def test_options_are_copied():
     options = {"preset": "code"}
     built = KVPolicyConfig.from_dict({**AMS, "policy_config": options})

@@ -173,6 +173,7 @@ def test_few_candidates_leave_the_temperature_to_a_later_event() -> None:
 @pytest.mark.parametrize("is_hinted", [False, True])
 def test_a_broken_score_changes_no_other_size(broken: float, is_hinted: bool) -> None:
     score, inputs = first_event()
+    inputs = replace(inputs, memory=calibrated(score, inputs).memory)
     odd, token = score.clone(), SINKS + 3
     odd[..., token] = broken
     if is_hinted:  # as a composed policy gives them

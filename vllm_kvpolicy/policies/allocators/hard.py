@@ -206,7 +206,9 @@ class HardAllocator(BaseAllocator):
 
 
 def log_scores(score: Tensor, valid: Tensor) -> Tensor:
-    """Return ln(u + 1e-10), u = (score - smallest) / (largest - smallest), all finite.
+    """Return ln(u + 1e-10), u = (score - smallest) / (largest - smallest).
+
+    Smallest and largest are finite; what is infinite counts as the largest.
 
     Source: Hard-KV, Solution 2, as the code has it for R-KV.
     Deviations: by the largest, not by the sum, which depends on the order of adding;
@@ -220,8 +222,10 @@ def log_scores(score: Tensor, valid: Tensor) -> Tensor:
     Returns:
         [..., T] float32, minus infinity for what is left out.
     """
-    limits = torch.finfo(score.dtype)
-    is_in, exact = valid & (score > limits.min), score.double().clamp(max=limits.max)
+    is_in, exact = valid & (score > torch.finfo(score.dtype).min), score.double()
+    is_finite = is_in & (score < torch.inf)
+    highest = torch.where(is_finite, exact, -torch.inf).amax(-1, keepdim=True)
+    exact = exact.minimum(highest)
     lowest = torch.where(is_in, exact, torch.inf).amin(-1, keepdim=True)
     above = torch.where(is_in, exact - lowest, 0.0)
     largest = above.amax(-1, keepdim=True)
