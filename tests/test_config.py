@@ -346,6 +346,7 @@ def test_requests_may_switch_the_policy_off():
         ({"kv_budget": "auto"}, ["kv_budget: got 'auto', expected an integer >= 1"]),
         ({"kv_events": "always"}, ["the server's own key 'kv_events'", "kv_budget"]),
         ({"kv_live": True}, ["the server's own key 'kv_live'"]),
+        ({"kv_budgt": 9}, ["unknown key 'kv_budgt' (did you mean 'kv_budget'?)"]),
     ],
 )
 def test_bad_requests_name_key_value_and_valid_ones(extra_args, words):

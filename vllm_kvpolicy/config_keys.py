@@ -219,8 +219,8 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         elif key.startswith("kv_") and key not in _VLLM_REQUEST_KEYS:
             what = "server's own" if key[3:] in VALID_KEYS else "unknown"
             raise ValueError(
-                f"vllm_xargs: got the {what} key {shown(key)}, expected one of "
-                f"{', '.join(known)}"
+                f"vllm_xargs: got the {what} key {shown(key)}{nearest(key, known)}, "
+                f"expected one of {', '.join(known)}"
             )
     return asked
 

@@ -153,7 +153,7 @@ def test_the_level_of_a_pool(clock, capsys):
     # 400 tokens of each are above the level: 25 superblocks of 32 tokens.
     assert lines[2].endswith(f"[####==========|=={'.' * 15}] 53% of 320 superblocks")
     assert lines[4].strip() == (
-        "| level: 2,200 tokens per KV head, 145 if all were cut to it"
+        "| level: 2,200 tokens per KV head, 145 superblocks if all were cut to it"
     )
     # Where nobody who runs was cut there is none.
     cut["uncut"], pinned["running"] = True, False

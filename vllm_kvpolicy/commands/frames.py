@@ -98,8 +98,8 @@ def _pool(engine: Engine, block_size: int) -> Text:
         held = held_at_level(engine, block_size)
         place = min(BAR_WIDTH - 1, round(BAR_WIDTH * held / total))
         marks = marks[:place] + LEVEL + marks[place + 1 :]
-        told += f"\n{LEVEL} level: {level:,.0f} tokens per KV head, {held:,.0f} if all"
-        told += " were cut to it"
+        told += f"\n{LEVEL} level: {level:,.0f} tokens per KV head, "
+        told += f"{held:,.0f} superblocks if all were cut to it"
     if engine["counters"].get("observers_off_live"):
         told += "\nthe engine tells of no requests any more: see its log"
     elif not engine["fresh"]:
