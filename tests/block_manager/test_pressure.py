@@ -202,6 +202,8 @@ def test_pinned_superblocks_count_once_and_stay_cached(
     floor = scenario.policy["budget"]
     budgets = {budget for *_, budget in run.events}
     assert min(budgets) >= floor and (budgets == {floor}) == (events == "always")
+    # 36 where each is held to have the pinned superblocks for itself after its event.
+    assert events == "always" or len(run.events) <= 20
 
 
 @pytest.mark.parametrize("events", ["always", "pressure"])
@@ -277,15 +279,25 @@ def test_no_mix_takes_longer_than_by_vllms_rule(
     assert max(ratios) <= 1.1 and sum(ratios) < 0.95 * len(ratios)
 
 
+@pytest.mark.parametrize(
+    ("pool", "prompts", "answers"),
+    [
+        (80, [30] * 12, [600] * 12),
+        # The longest one is the third: it gets far before it has to stop.
+        (44, [286, 81, 281, 122], [452, 405, 591, 346]),
+    ],
+    ids=["twelve", "four"],
+)
 def test_a_floor_that_nobody_reaches_keeps_nobody_waiting(
-    model_config: ModelConfig,
+    model_config: ModelConfig, pool: int, prompts: list[int], answers: list[int]
 ) -> None:
-    """Twelve answers of 600 tokens in a pool of four, and a floor of 700."""
-    policy = {**MIX.policy, "budget": 700}
-    scenario = replace(MIX, policy=policy, pool=80, longest=768, max_num_seqs=12)
-    run = serve(scenario, model_config, [30] * 12, [600] * 12)
-    stock = {number: {"kv_policy": "none"} for number in range(12)}
-    theirs = serve(scenario, model_config, [30] * 12, [600] * 12, extra_args=stock)
+    """A floor of 1,000 tokens: nobody is cut, and stock preempts."""
+    policy = {**MIX.policy, "budget": 1000}
+    sizes = {"pool": pool, "longest": 1152, "max_num_seqs": 12, "max_batched": 512}
+    scenario = replace(MIX, policy=policy, **sizes)
+    run = serve(scenario, model_config, prompts, answers)
+    stock = {number: {"kv_policy": "none"} for number in range(len(prompts))}
+    theirs = serve(scenario, model_config, prompts, answers, extra_args=stock)
     assert not run.events and run.cost <= 1.05 * theirs.cost
     assert max(run.first.values()) <= 2 * max(theirs.first.values())
 
@@ -389,7 +401,7 @@ def test_an_urgent_request_waits_as_long_as_a_cut_takes(
         wait = run.first["r12"] - step
         assert wait <= window + 8
         num_late += wait > 2
-    assert num_late > 1, "there was room without any cut"
+    assert num_late > 0, "there was room without any cut"
 
 
 def hindsight(run: Run, last: dict[str, int], floor: int, pool: int) -> int:

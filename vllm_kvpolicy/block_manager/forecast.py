@@ -16,7 +16,7 @@ from vllm_kvpolicy.events import EventPlan, Footprint
 from vllm_kvpolicy.sizes import OtherGroups
 
 HORIZON = 8192  # steps; what a request holds later is booked when they have passed
-PRICE = 0.5  # tokens of an answer that a token computed again in a prompt is worth
+PRICE = 0.3  # tokens of an answer that a token computed again in a prompt is worth
 
 
 class Course(NamedTuple):
@@ -243,7 +243,7 @@ def is_worth(held: np.ndarray, room: float, known: int) -> bool:
     When the pool is full vLLM preempts, and what it has by then is computed again.
 
     >>> held = np.array([8, 9, 9, 10, 11])
-    >>> is_worth(held, room=10, known=4), is_worth(held, room=10, known=5)
+    >>> is_worth(held, room=10, known=9), is_worth(held, room=10, known=10)
     (True, False)
 
     Args:
