@@ -152,6 +152,26 @@ def cores_here() -> list[int]:
     return sorted(cores.values())
 
 
+def choose_threads(options: argparse.Namespace) -> None:
+    """Say which cores the server computes on, where vLLM would choose badly, and print.
+
+    It binds every server to the same first cores: beside another one, a start seems to
+    hang for minutes.
+    """
+    import psutil
+
+    if THREADS in os.environ:
+        return
+    nodes = len([*Path("/sys/devices/system/node").glob("node[0-9]*")])
+    threads, why = threads_of_ranks(options.extra, cores_here(), max(1, nodes)), ""
+    names = [process.info["name"] or "" for process in psutil.process_iter(["name"])]
+    if threads is None and any(name.startswith("VLLM::") for name in names):
+        threads, why = "nobind", ", since another vLLM runs here"
+    if threads is not None:
+        os.environ[THREADS] = threads
+        print(f"{THREADS}={threads}{why}")
+
+
 def has_policy(options: argparse.Namespace) -> bool:
     """Return whether the server gets a policy; `POLICY=none` is stock vLLM."""
     return options.policy not in ("", "none")
@@ -547,11 +567,8 @@ def main() -> int:
     command = build_command(options, device)
     if (ROOT / options.model).is_dir():
         os.environ["HF_HUB_OFFLINE"] = "1"
-    nodes = len([*Path("/sys/devices/system/node").glob("node[0-9]*")])
-    threads = threads_of_ranks(options.extra, cores_here(), max(1, nodes))
-    if device == "cpu" and threads is not None:
-        os.environ.setdefault(THREADS, threads)
-        print(f"{THREADS}={os.environ[THREADS]}")
+    if device == "cpu":
+        choose_threads(options)
     print("starting:", " ".join(command))
     silent = "vLLM starts one process after the other, silent for up to a minute each"
     print(silent, flush=True)

@@ -30,7 +30,8 @@ SPARE_DESCRIPTORS, SPARE_THREADS = 16, 16
 fill up once, at most so far; a leak of one per wave is found after as many waves."""
 TRACEBACK = "Traceback (most recent call last)"
 OWN_FRAME = "/vllm_kvpolicy/"
-REFUSAL = "KVPolicyRequestError"
+# Ours, and vLLM's own of what it finds in a request; those pass frames of this package.
+REFUSALS = "KVPolicyRequestError", "VLLMValidationError"
 """What a refused request raises; vLLM's /v1/messages logs every error of a client."""
 
 
@@ -167,7 +168,7 @@ def own_traceback(log: Path) -> str | None:
             frames.append(below[indent:])
             if not frames[-1].startswith(" "):
                 break
-        is_refusal = REFUSAL in frames[-1].partition(":")[0]
+        is_refusal = frames[-1].partition(":")[0].endswith(REFUSALS)
         if not is_refusal and any(OWN_FRAME in frame for frame in frames):
             return frames[-1]
     return None

@@ -122,7 +122,9 @@ def test_tracebacks_of_this_package_are_found(server):
     assert broken_by(watch.check_quiet, server, SAMPLE, SAMPLE, None) == "log"
     assert watch.own_traceback(server.log) == "OSError: no"
     refused = "vllm_kvpolicy.api.request_guards.KVPolicyRequestError: no"
-    for harmless in (("vllm_kvpolicy", "vllm"), ("OSError: no", refused)):
+    theirs = "vllm.exceptions.VLLMValidationError: no"
+    changes = (("vllm_kvpolicy", "vllm"), ("OSError: no", refused))
+    for harmless in (*changes, ("OSError: no", theirs)):
         server.log.write_text(OWN.replace(*harmless))
         assert watch.own_traceback(server.log) is None
 

@@ -184,6 +184,7 @@ def test_an_event_may_find_fewer_blocks_than_it_may_fill():
             assert event.local_blocks == tuple(before[frontier:])
             few += len(event.dest_blocks) < 4
             engine.manager.give_back_surplus(answer(event, 1))
+            assert engine.free == BLOCKS - len(engine.held("a"))
         ids = engine.ids("a")
         assert len(ids) == -(-after // N), "one entry per logical block"
         assert ids[: len(before)][-1:] == before[-1:]

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from support.make import make
@@ -260,6 +262,23 @@ def test_make_leaves_the_quotes_of_json(tmp_path):
 )
 def test_ranks_on_a_cpu_have_threads_of_their_own(words, cpus, nodes, expected):
     assert serve.threads_of_ranks(words, list(range(cpus)), nodes) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "expected"),
+    [
+        (["python", None], None, None),
+        (["python", "VLLM::EngineCor"], None, "nobind"),  # as the kernel cuts it off
+        (["VLLM::Worker"], "0-1", "0-1"),
+    ],
+)
+def test_beside_another_vllm_no_server_is_bound(names, given, expected, monkeypatch):
+    processes = [SimpleNamespace(info={"name": name}) for name in names]
+    monkeypatch.setattr(psutil, "process_iter", lambda fields: processes)
+    environment = {} if given is None else {serve.THREADS: given}
+    monkeypatch.setattr(os, "environ", environment)
+    serve.choose_threads(serve.parse([]))
+    assert environment.get(serve.THREADS) == expected
 
 
 @pytest.mark.parametrize(
