@@ -108,7 +108,7 @@ def test_a_pool_is_made_smaller_for_a_round(tmp_path: Path) -> None:
     spec = EngineSpec(PRESSURE, "tiny", tmp_path, 4096, 512, 8, policy)
     engine = BenchEngine(spec)
     workload = Workload(TOKENS, (40,) * 4, 160, 0)
-    whole, half = (engine.round(workload, 0, share=share) for share in (1.0, 0.2))
+    whole, half = (engine.round(workload, 0, share=share) for share in (1.0, 0.25))
     assert (whole["events"], whole["preemptions"]) == (0, 0)
     assert half["events"] > 0 and half["preemptions"] == 0
     assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
