@@ -153,10 +153,10 @@ def cores_here() -> list[int]:
 
 
 def choose_threads(options: argparse.Namespace) -> None:
-    """Say which cores the server computes on, where vLLM would choose badly, and print.
+    """Choose the server's cores where vLLM would choose badly, and say so.
 
-    It binds every server to the same first cores: beside another one, a start seems to
-    hang for minutes.
+    vLLM binds every server to the same first cores: beside another one, a start seems
+    to hang for minutes.
     """
     import psutil
 

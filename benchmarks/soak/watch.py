@@ -30,9 +30,9 @@ SPARE_DESCRIPTORS, SPARE_THREADS = 16, 16
 fill up once, at most so far; a leak of one per wave is found after as many waves."""
 TRACEBACK = "Traceback (most recent call last)"
 OWN_FRAME = "/vllm_kvpolicy/"
-# Ours, and vLLM's own of what it finds in a request; those pass frames of this package.
 REFUSALS = "KVPolicyRequestError", "VLLMValidationError"
-"""What a refused request raises; vLLM's /v1/messages logs every error of a client."""
+"""What refused requests raise, here and in vLLM, whose errors pass frames of this
+package; vLLM's /v1/messages logs every error of a client."""
 
 
 @dataclass(frozen=True)

@@ -392,7 +392,7 @@ def test_an_urgent_request_waits_as_long_as_a_cut_takes(
     changes = {"priorities": True, "max_num_seqs": 16, "max_batched": 256}
     scenario = replace(MIX, policy=values, longest=1024, **changes)
     num_late = 0
-    for seed in range(8):
+    for seed in range(8, 16):
         rng = random.Random(seed)
         prompts = [rng.randrange(40, 300) for _ in range(12)] + [90]
         answers = [rng.randrange(200, 600) for _ in range(12)] + [20]
@@ -401,7 +401,7 @@ def test_an_urgent_request_waits_as_long_as_a_cut_takes(
         wait = run.first["r12"] - step
         assert wait <= window + 8
         num_late += wait > 2
-    assert num_late > 0, "there was room without any cut"
+    assert num_late > 1, "there was room without any cut"
 
 
 def hindsight(run: Run, last: dict[str, int], floor: int, pool: int) -> int:
