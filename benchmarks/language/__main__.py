@@ -30,7 +30,7 @@ from benchmarks.pinned import PinnedError
 from benchmarks.printing import table
 from vllm_kvpolicy.commands.outputs import new_file
 from vllm_kvpolicy.compat import FLOAT8_CACHES
-from vllm_kvpolicy.config_keys import DEFAULT_RECENT
+from vllm_kvpolicy.config_keys import ALWAYS, DEFAULT_RECENT, PRESSURE
 from vllm_kvpolicy.policies.names import parse
 
 NOT_IN_GRIDS = {"grid", "out", "record", "dry_run", "quick", "model", "trace"}
@@ -90,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
     told = "newest tokens that stay in any case: of gates, the window of their training"
     add("--recent", type=int, default=DEFAULT_RECENT, help=told)
     add("--at-once", type=int, default=4, help="requests in an engine step")
+    add("--events", choices=(ALWAYS, PRESSURE), default=ALWAYS, help="of `load`")
+    add("--pool-share", type=float, help="of what all at once need, of `load`")
     add("--policy-config", type=json.loads, default={}, metavar="JSON")
     add("--variants", type=json.loads, default={}, metavar="JSON")
     add("--trace", type=Path, help="folder in which engines record what events keep")
@@ -123,8 +125,14 @@ def check(args: argparse.Namespace) -> None:
             parse(name, "policies")
         if variant and variant not in args.variants:
             raise ValueError(f"variants: expected {variant!r}, which {label} names")
-    if len({PARTS[part].as_served for part in args.parts}) > 1:
-        raise ValueError(f"parts: got {args.parts}, expected `turns` alone")
+    engines = {(PARTS[part].as_served, PARTS[part].is_crowded) for part in args.parts}
+    if len(engines) > 1:
+        raise ValueError(f"parts: got {args.parts}, expected `turns` or `load` alone")
+    ((_, is_crowded),) = engines
+    if is_crowded != (args.pool_share is not None):
+        raise ValueError("pool-share: expected with `--parts load`, and only there")
+    if args.events == PRESSURE and not is_crowded:
+        raise ValueError("events: with room for all nothing is cut, see `--parts load`")
     for name in ("texts", "at_once"):
         if getattr(args, name) < 1:
             raise ValueError(f"{name}: expected at least 1, got {getattr(args, name)}")
@@ -184,6 +192,8 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
         policy_config=args.policy_config,
         variants=args.variants,
         as_served=any(PARTS[part].as_served for part in args.parts),
+        events=args.events,
+        pool_share=args.pool_share,
         trace=args.trace,
         kv_cache_dtype=args.kv_cache_dtype,
         recent=args.recent,

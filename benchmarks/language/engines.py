@@ -3,7 +3,8 @@
 All requests of an engine name their policy and budget; the engine has the largest
 budget. Prompts have an event at every multiple of the interval, keep the first and the
 newest tokens only, and phases are off, so that all policies drop at the same places.
-Parts that ask as users do have engines with the defaults of servers instead.
+Parts that ask as users do have engines with the defaults of servers instead, and FULL
+its own, without a policy, where the pool is too small.
 """
 
 import os
@@ -24,6 +25,10 @@ from vllm_kvpolicy.policies.names import parse
 
 BLOCK_SIZE = 32
 BATCHED_TOKENS = 2048
+FORCED = "benchmarks.language.forced:Forced"
+"""What makes an engine decode tokens that are known, for its `logits_processors`."""
+FORCED_KEY = "forced_tokens"
+"""In a request's `extra_args`: those tokens."""
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -45,6 +50,8 @@ class Settings:
         variants: name -> options that win over them.
         as_served: prefix caching is on, and events and protected prompts are those that
             servers have by default.
+        events: at fixed positions, or when the pool runs short.
+        pool_share: of the bytes that all requests at once need; None for room for all.
         trace: folder in which engines record what events keep, None for no record.
         kv_cache_dtype: of keys and values in the cache, as vLLM names it.
         recent: newest tokens that stay in any case.
@@ -59,6 +66,8 @@ class Settings:
     policy_config: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     as_served: bool = False
+    events: str = ALWAYS
+    pool_share: float | None = None
     trace: Path | None = None
     kv_cache_dtype: str = OWN_DTYPE
     recent: int = DEFAULT_RECENT
@@ -70,6 +79,8 @@ class Settings:
             own["kv_cache_dtype"] = self.kv_cache_dtype
         if self.recent != DEFAULT_RECENT:
             own["recent"] = self.recent
+        if self.pool_share is not None:
+            own |= {"events": self.events, "pool_share": self.pool_share}
         return own | {
             "model": self.model.name,
             "dtype": self.dtype,
@@ -97,11 +108,14 @@ class Engine:
         return f"{policy}:{self.variant}" if self.variant else policy
 
 
-def engines_of(labels: Sequence[str], intervals: Sequence[int]) -> list[Engine]:
+def engines_of(
+    labels: Sequence[str], intervals: Sequence[int], is_alone: bool = False
+) -> list[Engine]:
     """Return the engines of a run; the first of each interval also runs FULL.
 
     Args:
         labels: `NAME` or `NAME:VARIANT`; FULL is always there.
+        is_alone: FULL has an engine for itself, without a policy.
     """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for label in labels:
@@ -112,6 +126,8 @@ def engines_of(labels: Sequence[str], intervals: Sequence[int]) -> list[Engine]:
         Engine(tuple(names), interval, variant)
         for interval, ((variant, _), names) in product(intervals, kinds.items())
     ]
+    if is_alone:
+        return [*(Engine((FULL,), interval) for interval in intervals), *found]
     first = {engine.interval: engine for engine in reversed(found)}
     return [
         Engine((FULL, *engine.policies), engine.interval, engine.variant)
@@ -133,6 +149,7 @@ class Asker:
         policy: str,
         budget: int,
         salts: Sequence[str] = (),
+        forced: Sequence[Tokens] = (),
         **sampling: Any,
     ) -> list[Any]:
         """Return vLLM's output for each prompt, in order.
@@ -140,6 +157,7 @@ class Asker:
         Args:
             budget: tokens per KV head; FULL does not read it.
             salts: of each prompt; those of one salt share what is in the prefix cache.
+            forced: of each prompt, the tokens to decode.
             **sampling: of vLLM's SamplingParams; decoding is greedy.
         """
         from vllm import SamplingParams, TokensPrompt
@@ -147,7 +165,15 @@ class Asker:
         keys: dict[str, Any] = {"kv_policy": "none"}
         if policy != FULL:
             keys = {"kv_policy": policy, "kv_budget": budget}
-        params = SamplingParams(temperature=0, extra_args=keys, **sampling)
+        params = [
+            SamplingParams(
+                temperature=0,
+                extra_args=keys | {FORCED_KEY: list(answer)},
+                max_tokens=len(answer),
+                **sampling,
+            )
+            for answer in forced
+        ] or SamplingParams(temperature=0, extra_args=keys, **sampling)
         asked = [TokensPrompt(prompt_token_ids=list(prompt)) for prompt in prompts]
         for prompt, salt in zip(asked if salts else (), salts, strict=True):
             prompt["cache_salt"] = salt
@@ -199,12 +225,13 @@ def predictions(
         prompt_logprobs=top,
     )
     return [
-        Predicted(_entries(output.prompt_logprobs, prompt), _dropped(output))
+        Predicted(_entries(output.prompt_logprobs, prompt), dropped_of(output))
         for output, prompt in zip(outputs, prompts, strict=True)
     ]
 
 
-def _dropped(output: Any) -> tuple[tuple[int, float], ...]:
+def dropped_of(output: Any) -> tuple[tuple[int, float], ...]:
+    """Return the events that vLLM's output of a request tells of; see `Predicted`."""
     said = (output.kv_transfer_params or {}).get("kv_policy", {})
     return tuple((position, tokens) for position, tokens, _ in said.get("dropped", ()))
 
@@ -223,6 +250,34 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
     os.environ.update(ENVIRONMENT)
     from vllm_kvpolicy import LLM
 
+    blocks = settings.at_once * -(-settings.max_model_len // BLOCK_SIZE)
+    if settings.pool_share is not None:
+        blocks = int(blocks * settings.pool_share)
+    elif settings.as_served:
+        blocks *= 2
+    llm = LLM(
+        str(settings.model),
+        **({} if engine.policies == (FULL,) else _with_policies(engine, settings)),
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.at_once,
+        max_num_batched_tokens=max(BATCHED_TOKENS, settings.at_once),
+        kv_cache_memory_bytes=(blocks + 1)
+        * block_bytes(settings.model, BLOCK_SIZE, settings.dtype),
+        enforce_eager=True,
+        enable_prefix_caching=settings.as_served,
+        logits_processors=[FORCED] if settings.pool_share is not None else None,
+        seed=0,
+    )
+    try:
+        yield Asker(llm, engine.interval)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _with_policies(engine: Engine, settings: Settings) -> dict[str, Any]:
+    """Return the keywords that an engine's policies need."""
     policies = [name for name in engine.policies if name != FULL]
     options: dict[str, Any] = {"report_events": True}
     options |= options_of(
@@ -232,35 +287,17 @@ def running(engine: Engine, settings: Settings) -> Iterator[Asker]:
     )
     if settings.trace:
         options["trace"] = str(settings.trace)
-    blocks = settings.at_once * -(-settings.max_model_len // BLOCK_SIZE) + 1
     own: dict[str, Any] = {}
-    if settings.as_served:
-        blocks *= 2
-    else:
+    if not settings.as_served:
         own = {"prefill_interval": engine.interval, "pin": "none"}
         options["spread_events"] = False
-    llm = LLM(
-        str(settings.model),
-        kv_policy=policies[0],
-        kv_budget=max(settings.budgets),
-        kv_interval=engine.interval,
-        kv_recent=settings.recent,
-        kv_events=ALWAYS,
-        kv_policy_config=options | {"allow": policies[1:]},
-        additional_config={"kv_policy": own},
-        dtype=settings.dtype,
-        kv_cache_dtype=settings.kv_cache_dtype,
-        max_model_len=settings.max_model_len,
-        max_num_seqs=settings.at_once,
-        max_num_batched_tokens=max(BATCHED_TOKENS, settings.at_once),
-        kv_cache_memory_bytes=blocks
-        * block_bytes(settings.model, BLOCK_SIZE, settings.dtype),
-        block_size=BLOCK_SIZE,
-        enforce_eager=True,
-        enable_prefix_caching=settings.as_served,
-        seed=0,
-    )
-    try:
-        yield Asker(llm, engine.interval)
-    finally:
-        llm.llm_engine.engine_core.shutdown()
+    return {
+        "kv_policy": policies[0],
+        "kv_budget": max(settings.budgets),
+        "kv_interval": engine.interval,
+        "kv_recent": settings.recent,
+        "kv_events": settings.events,
+        "kv_policy_config": options | {"allow": policies[1:]},
+        "additional_config": {"kv_policy": own},
+        "block_size": BLOCK_SIZE,
+    }

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from benchmarks.accuracy.results import Line
-from benchmarks.language import agreement, losses, tasks, turns
+from benchmarks.language import agreement, load, losses, tasks, turns
 from benchmarks.language.engines import Asker
 from benchmarks.language.texts import Encode, Text, spread
 
@@ -43,6 +43,7 @@ class Part:
         figures: (measurement, budget, interval) -> figures of an output line.
         names: of the figures that are one number.
         as_served: needs engines that are set up as servers are by default.
+        is_crowded: needs a pool that is too small.
     """
 
     items: Callable[[Encode, Sequence[Text], int], list[Any]]
@@ -52,6 +53,7 @@ class Part:
     names: tuple[str, ...]
     told: Callable[[Any], dict[str, Any]] = lambda item: {}
     as_served: bool = False
+    is_crowded: bool = False
 
 
 def _texts(encode: Encode, texts: Sequence[Text], count: int) -> list[Text]:
@@ -84,6 +86,15 @@ PARTS = {
         turns.figures,
         ("first_right", "second_right", "alone_right", "cached"),
         as_served=True,
+    ),
+    "load": Part(
+        load.chosen,
+        _as_they_are,
+        load.measure,
+        load.figures,
+        ("right", "loss", "speed"),
+        as_served=True,
+        is_crowded=True,
     ),
 }
 """By name."""

@@ -68,7 +68,8 @@ def run(
         policies: `NAME` or `NAME:VARIANT`.
         out: output file; None only says what is missing.
     """
-    engines = engines_of(policies, settings.intervals)
+    is_crowded = settings.pool_share is not None
+    engines = engines_of(policies, settings.intervals, is_alone=is_crowded)
     missing = {engine: work.missing(engine, settings.budgets) for engine in engines}
     items = sum(len(ids) for asked in missing.values() for *_, ids in asked)
     log(f"{items} texts and problems are missing, of {len(engines)} engines")

@@ -205,7 +205,7 @@ def test_tables_of_several_files_are_of_the_texts_that_all_have(tmp_path):
 
 def test_a_run_asks_only_for_what_its_file_lacks(tmp_path, monkeypatch):
     fake = FakeAsker()
-    settings = SimpleNamespace(budgets=(8,), intervals=(16,), at_once=2)
+    settings = runs.Settings(Path(), "float32", 64, 2, (8,), (16,))
     monkeypatch.setattr(runs, "running", lambda *_: nullcontext(fake))
     out = tmp_path / "out.jsonl"
     work = runs.Work({"losses": made_texts(3)}, lines_of("tova", 8, count=2))

@@ -639,15 +639,23 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     assert not cut
 
 
-@pytest.mark.parametrize(("held", "called"), [(18, ["r0"]), (19, [])])
-def test_a_ceiling_takes_no_room_that_is_needed(held: int, called: list[str]) -> None:
-    """A window for its event would have a request preempted that fits to its end."""
+@pytest.mark.parametrize(
+    ("held", "inside", "called"),
+    [(18, 10_000, ["r0"]), (19, 10_000, []), (18, 353, []), (18, 354, ["r0"])],
+)
+def test_a_ceiling_takes_no_room_that_is_needed(
+    held: int, inside: int, called: list[str]
+) -> None:
+    """A window for its event would have a request preempted that fits to its end.
+
+    Nor is it cut where an event inside its prompt begins to read queries before.
+    """
     found: list[str] = []
     state = SimpleNamespace(
         plan=SimpleNamespace(ceiling=256),
         call=None,
         ceiling_event=348,
-        next_event=lambda position: 10_000,
+        next_event=lambda position: inside,
         footprint=SimpleNamespace(window_tokens=5),
     )
     request = SimpleNamespace(num_computed_tokens=342, num_tokens=343)
