@@ -156,8 +156,8 @@ def _means(part: str, rows: Sequence[dict[str, Any]]) -> str:
         place = row["budget"], row["interval"]
         cells = [row["policy"], *map(str, place), str(len(row["ids"]))]
         for name in names:
-            mean, base = fmean(row[name]), fmean(full[place][name])
-            cells += [f"{mean:.3f}", f"{mean - base:+.3f}"]
+            mean, base = fmean(row[name]), full.get(place, {}).get(name)
+            cells += [f"{mean:.3f}", f"{mean - fmean(base):+.3f}" if base else "-"]
         printed.append(cells)
     columns = [word for name in names for word in (name, "beside full")]
     return table([part, "budget", "interval", "items", *columns], printed)

@@ -114,8 +114,8 @@ def engines_of(
     """Return the engines of a run; the first of each interval also runs FULL.
 
     Args:
-        labels: `NAME` or `NAME:VARIANT`; FULL is always there.
-        is_alone: FULL has an engine for itself, without a policy.
+        labels: `NAME` or `NAME:VARIANT`; FULL need not be named.
+        is_alone: FULL has an engine for itself, without a policy, where it is named.
     """
     kinds: dict[tuple[str, bool], list[str]] = {}
     for label in labels:
@@ -127,7 +127,8 @@ def engines_of(
         for interval, ((variant, _), names) in product(intervals, kinds.items())
     ]
     if is_alone:
-        return [*(Engine((FULL,), interval) for interval in intervals), *found]
+        full = intervals if FULL in labels else ()
+        return [*(Engine((FULL,), interval) for interval in full), *found]
     first = {engine.interval: engine for engine in reversed(found)}
     return [
         Engine((FULL, *engine.policies), engine.interval, engine.variant)

@@ -72,10 +72,11 @@ def losses(wanted: Row, folder: Path) -> list[list[str]]:
 def held_of(wanted: Row, folder: Path, place: tuple[int, int]) -> dict[str, float]:
     """Return what policies held of full KV's tokens, as far as records say it."""
     part = wanted.get("part", LOSSES)
+    records = [read(folder / name, "rows") for name in wanted["files"]]
     return {
-        row["policy"]: row["held"]
-        for name in wanted["files"]
-        for row in read(folder / name, "rows")["rows"]
+        _label(record, row): row["held"]
+        for record in records
+        for row in record["rows"]
         if (row["budget"], row["interval"]) == place
         and row["part"] == part
         and row.get("held") is not None
@@ -239,7 +240,7 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
 def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[float]]:
     """Return a figure of the items that all files have, by policy, budget and interval.
 
-    A policy over a cache of another dtype than the model's is called `NAME@DTYPE`.
+    Policies are called as `_label` says.
     """
     part = wanted.get("part", LOSSES)
     records = [read(folder / name, "rows") for name in wanted["files"]]
@@ -250,17 +251,29 @@ def _read(wanted: Row, folder: Path, figure: str = LOSS) -> dict[Place, list[flo
     found: dict[Place, list[float]] = {}
     for record, own in zip(records, items, strict=True):
         taken = [own.index(name) for name in common]
-        dtype = record["settings"].get("kv_cache_dtype")
         for row in record["rows"]:
             if row["part"] == part:
                 if figure not in row:
                     raise ValueError(
                         f"table: expected a figure of {part}, got {figure!r}"
                     )
-                label = f"{row['policy']}@{dtype}" if dtype else row["policy"]
-                place = label, row["budget"], row["interval"]
+                place = _label(record, row), row["budget"], row["interval"]
                 found.setdefault(place, [row[figure][index] for index in taken])
     return found
+
+
+def _label(record: Row, row: Row) -> str:
+    """Return a policy's name, with what is not usual in its run behind an `@`.
+
+    That is the dtype of a KV cache that is not the model's, the events of a policy in a
+    pool that is too small, and the pool's share.
+    """
+    settings = record["settings"]
+    names = ["kv_cache_dtype", "events", "pool_share"]
+    if row["policy"] == FULL:
+        names.remove("events")
+    unusual = [str(settings[name]) for name in names if settings.get(name)]
+    return f"{row['policy']}@{' '.join(unusual)}" if unusual else row["policy"]
 
 
 def _places(wanted: Row, found: dict[Place, list[float]]) -> list[tuple[int, int]]:

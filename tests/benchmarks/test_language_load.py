@@ -139,7 +139,7 @@ def test_forced_tokens_are_scored_as_those_of_a_prompt_are():
         pool_share=0.4,
     )
     found = {}
-    for engine in engines_of(["tova"], (32,), is_alone=True):
+    for engine in engines_of(["full", "tova"], (32,), is_alone=True):
         with running(engine, crowded) as asker:
             (name,) = engine.policies
             found[name] = load.measure(asker, name, 64, items)
