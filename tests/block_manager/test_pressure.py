@@ -328,6 +328,22 @@ def test_prompts_are_cut_at_their_ends_for_one_that_waits(
     assert at_ends & {(name, position) for name, position, _ in run.events[:2]}
 
 
+@pytest.mark.parametrize("pool", [59, 80])
+def test_events_of_a_call_come_one_after_the_other(
+    pool: int, model_config: ModelConfig
+) -> None:
+    """Eight that grow alike: a step with all of their events would stall them all."""
+    run = serve(replace(MIX, pool=pool), model_config, [40] * 8, [300] * 8)
+    steps = [
+        step
+        for name, position, _ in run.events
+        for step, computed in enumerate(run.computed)
+        if computed.get(name) == position
+    ]
+    assert len(steps) == len(set(steps)) == len(run.events) >= 6
+    assert (run.steps, run.preemptions) == (304, 0)
+
+
 def test_an_urgent_request_enters_while_others_are_cut(
     model_config: ModelConfig,
 ) -> None:
@@ -349,7 +365,7 @@ def test_a_scorer_without_a_window_cuts_in_the_step_that_needs_it(
     assert run.steps <= 606 and run.preemptions == 0
 
 
-@pytest.mark.parametrize("step", [270, 280])
+@pytest.mark.parametrize("step", [282, 288])
 def test_an_urgent_request_waits_for_nobody_who_is_about_to_end(
     step: int, model_config: ModelConfig
 ) -> None:
@@ -621,10 +637,12 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     engine = SimpleNamespace(
         planner=SimpleNamespace(limits=limits),
         forecast=SimpleNamespace(ahead=lambda last: np.array([70])),
+        running={},
     )
     pressure: Any = SimpleNamespace(
         engine=engine,
         lead_steps=49,
+        _at_once=lambda coming: 8,
         notice=48,
         _effect=49,
         _most=lambda last, coming, first: 60,

@@ -32,6 +32,7 @@ from vllm_kvpolicy.events import after_event
 from vllm_kvpolicy.observe.metrics import CEILING, ENTERING, GROWTH, PRIORITY
 
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
+ROUNDS = 32  # steps over which the events of all are spread while nobody can enter
 
 
 @dataclass
@@ -74,6 +75,16 @@ class Pressure:
         """Steps from a call to the last of the events that are called for with it."""
         rounds = len(self.engine.running) // self.engine.planner.limits.events_per_step
         return self._effect + rounds
+
+    def _at_once(self, coming: np.ndarray) -> int:
+        """Return the events of a call that come in one step, as each stalls everybody.
+
+        Args:
+            coming: see `_coming`; those who can enter wait for no more than they must.
+        """
+        few = math.ceil(len(self.engine.running) / ROUNDS)
+        most = self.engine.planner.limits.events_per_step
+        return most if coming.any() else max(1, min(few, most))
 
     @property
     def notice(self) -> int:
@@ -182,8 +193,9 @@ class Pressure:
             return
         lead = self.lead_steps
         no_one = np.zeros(lead + 1, np.int64)
-        is_short = self._most(lead, no_one) > usable
         coming = self._coming(waiting) if waiting else no_one
+        rounds = len(self.engine.running) // self._at_once(coming)
+        is_short = self._most(self._effect + rounds, no_one) > usable
         if not is_short and self._most(lead, coming) <= usable:
             self._deepen(usable, coming)
             return
@@ -394,16 +406,16 @@ class Pressure:
         That takes some steps. Where somebody finds no superblock in this one, rows that
         can be cut at once are, to their floors, even if they end soon.
         """
-        limits = self.engine.planner.limits
-        size, last = limits.block_size, self.lead_steps + self.notice
+        size, at_once = self.engine.planner.limits.block_size, self._at_once(coming)
+        last = self._effect + len(self.engine.running) // at_once + self.notice
         lacking = self._most(last, coming, self._effect) - usable
         staying = [row for row in rows if not row.ends]
         chosen = self._to_level(staying, usable, coming)
         chosen = chosen or self._to_level(rows, usable, coming)
         if lacking <= 0 or not chosen:
             lacking = int(self.engine.forecast.ahead(0).max(initial=0)) - usable
-            at_once = [row for row in rows if not (row.wait or row.is_called)]
-            chosen = Levels(at_once, size).cut_to(0)
+            now = [row for row in rows if not (row.wait or row.is_called)]
+            chosen = Levels(now, size).cut_to(0)
             chosen.sort(key=by_urgency)
         if lacking <= 0 or not chosen:
             return
@@ -414,7 +426,7 @@ class Pressure:
         self.level = min(budget for _, budget in chosen)
         place = 0
         for row, budget in chosen:
-            delay = 0 if row.is_called else place // limits.events_per_step
+            delay = 0 if row.is_called else place // at_once
             place += not row.is_called
             call = Call(row.position + delay, row.pinned + budget)
             self._have(row.request_id, call, cause)
