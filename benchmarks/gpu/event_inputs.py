@@ -90,7 +90,6 @@ def make_assign_pages(size: Size, draw: Draw) -> Arguments:
         "quota": quotas(size, draw),
         "num_blocks": blocks,
         "num_kv_heads": size.heads,
-        "groups": 1,
     }
 
 
@@ -119,7 +118,6 @@ def make_survivor_moves(size: Size, draw: Draw) -> Arguments:
         "unmoved": draw.uniform(*lists) < 0.7,
         "num_tokens": size.tokens,
         "block_size": size.page,
-        "groups": 1,
     }
 
 

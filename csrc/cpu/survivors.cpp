@@ -65,54 +65,51 @@ void list_survivors(Tensor listed, Tensor survives, Tensor first, int64_t block_
   });
 }
 
-// source and dest = the slots of survivors before and after, [groups, events, places];
-// starts = where the heads of a group start among them, [groups, 1 + rows].
+// source and dest = the slots of survivors before and after, [events, places]; starts =
+// where heads start among them, each event's with a row of padding, and the end.
 void survivor_moves(Tensor source, Tensor dest, Tensor starts,
                     std::optional<Tensor> in_place, Tensor sources, Tensor held,
                     Tensor first, Tensor pages, std::optional<Tensor> unmoved,
                     int64_t tokens, int64_t block_size) {
-  const int64_t events = sources.size(0), all = sources.size(1);
-  const int64_t groups = source.size(0), places = all / groups, count = all / block_size;
+  const int64_t events = sources.size(0), places = sources.size(1);
+  const int64_t count = places / block_size;
   check("held", held, ScalarType::Long, 3);
-  check_rows("sources", sources, ScalarType::Long, events, all);
+  check_rows("sources", sources, ScalarType::Long, events, places);
   check_rows("first", first, ScalarType::Long, events, held.size(1) + 1);
   check_rows("pages", pages, ScalarType::Long, events, count);
-  const int64_t heads = held.size(1) / groups;
-  check_rows("starts", starts, ScalarType::Long, groups, events * (heads + 1) + 1);
+  const int64_t heads = held.size(1), rows = events * (heads + 1) + 1;
+  check("starts", starts, ScalarType::Long, 1);
+  STD_TORCH_CHECK(starts.is_contiguous() && starts.numel() == rows,
+                  "starts: expected ", rows, " contiguous entries");
   for (const Tensor* slots : {&source, &dest}) {
-    check("source and dest", *slots, ScalarType::Long, 3);
-    STD_TORCH_CHECK(slots->is_contiguous() && slots->numel() == events * all,
-                    "source and dest: expected ", events * all, " contiguous entries");
+    check_rows("source and dest", *slots, ScalarType::Long, events, places);
+    STD_TORCH_CHECK(slots->is_contiguous(),
+                    "source and dest: expected them contiguous");
   }
   STD_TORCH_CHECK(held.is_contiguous() && held.size(0) == events,
                   "held: expected contiguous pages of ", events, " events");
   if (unmoved.has_value())
     check_rows("unmoved", *unmoved, ScalarType::Bool, events, count);
-  const int64_t width = held.size(2), entries = held.size(1) * width;
+  const int64_t width = held.size(2), entries = heads * width;
   const auto lists = read<int64_t>(sources), new_pages = read<int64_t>(pages);
   const auto same = unmoved.has_value() ? read<bool>(*unmoved) : Rows<const bool>{};
   const int64_t* old_pages = held.const_data_ptr<int64_t>();
   int64_t* leaves = source.mutable_data_ptr<int64_t>();
   int64_t* enters = dest.mutable_data_ptr<int64_t>();
   bool* stays = in_place.has_value() ? in_place->mutable_data_ptr<bool>() : nullptr;
-  const auto begins = write<int64_t>(starts);
   const auto lists_of = read<int64_t>(first);
-  for (int64_t group = 0; group < groups; ++group) {
-    int64_t* begin = begins[group];
-    for (int64_t event = 0; event < events; ++event)
-      for (int64_t head = 0; head <= heads; ++head)
-        *begin++ = lists_of[event][group * heads + head] * block_size +
-                   (event - group) * places;
-    *begin = events * places;
-  }
+  int64_t* begin = starts.mutable_data_ptr<int64_t>();
+  for (int64_t event = 0; event < events; ++event)
+    for (int64_t head = 0; head <= heads; ++head)
+      *begin++ = lists_of[event][head] * block_size + event * places;
+  *begin = events * places;
   std::atomic<bool> fits{true};
-  torch::stable::parallel_for(0, groups * events, 1, [&](int64_t row, int64_t end) {
-    for (; row < end; ++row) {
-      const int64_t event = row % events, skipped = row / events * places;
+  torch::stable::parallel_for(0, events, 1, [&](int64_t event, int64_t end) {
+    for (; event < end; ++event) {
       Divider head{tokens}, page{block_size}, place{block_size};
       for (int64_t m = 0; m < places; ++m) {
-        const int64_t survivor = lists[event][skipped + m], to = row * places + m;
-        const int64_t list = place(skipped + m);
+        const int64_t survivor = lists[event][m], to = event * places + m;
+        const int64_t list = place(m);
         if (stays) stays[to] = same[event][list];
         leaves[to] = enters[to] = 0;
         if (survivor < 0) continue;
@@ -123,7 +120,7 @@ void survivor_moves(Tensor source, Tensor dest, Tensor starts,
           continue;
         }
         leaves[to] = old_pages[event * entries + entry] * block_size + token - page.first;
-        enters[to] = new_pages[event][list] * block_size + skipped + m - place.first;
+        enters[to] = new_pages[event][list] * block_size + m - place.first;
       }
     }
   });

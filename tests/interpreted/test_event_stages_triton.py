@@ -9,7 +9,6 @@ from support.twins_of_stages import (
     BLOCKS,
     DEST,
     EVENTS,
-    LAYERS,
     NUM_HEADS,
     SEEDS,
     SLOTS,
@@ -37,8 +36,7 @@ def test_page_quota(seed: int, block_size: int, fills: bool) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_assign_pages(seed: int) -> None:
-    for groups in (1, LAYERS):
-        check_call(assign_pages, *lists_of(seed, groups))
+    check_call(assign_pages, *lists_of(seed))
 
 
 def test_enter_requests_and_lists() -> None:

@@ -89,7 +89,6 @@ def arguments(batch: list[Event]) -> tuple[Any, ...]:
         torch.tensor([event.quota for event in batch]),
         batch[0].num_blocks,
         batch[0].num_kv_heads,
-        1,
     )
 
 

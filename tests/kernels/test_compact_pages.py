@@ -91,24 +91,18 @@ def test_survivors_that_do_not_exist_stay_in_the_null_block() -> None:
     sources = list_survivors(survives, first, 12, 4)
     assert sources.tolist() == [[1, 4, 5, 7, 8, 9, 10, 11, -1, -1, -1, -1]]
     held, pages = torch.tensor([[[7, 3], [5, 0]]]), torch.tensor([[3, 9, 0]])
-    moves = survivor_moves(sources, held, first, pages, None, 8, 4, 1)
-    assert moves.source.tolist() == [[[29, 12, 13, 15, 20, 21, 22, 23, 0, 0, 0, 0]]]
-    assert moves.dest.tolist() == [[[12, 13, 14, 15, 36, 37, 38, 39, 0, 0, 0, 0]]]
+    moves = survivor_moves(sources, held, first, pages, None, 8, 4)
+    assert moves.source.tolist() == [[29, 12, 13, 15, 20, 21, 22, 23, 0, 0, 0, 0]]
+    assert moves.dest.tolist() == [[12, 13, 14, 15, 36, 37, 38, 39, 0, 0, 0, 0]]
     assert moves.in_place is None
 
 
-def starts_of(first: torch.Tensor, groups: int) -> list[list[int]]:
-    """Return `Moves.first` of events of four heads and eight places of one token."""
-    held, pages = torch.zeros(2, 4, 8, dtype=torch.int64), torch.zeros(2, 8).long()
-    moves = survivor_moves(pages, held, first, pages, None, 8, 1, groups)
-    return moves.first.tolist()
-
-
 def test_starts_number_the_survivors_of_all_events() -> None:
+    """Two events have four heads and eight places of one token each."""
+    held, pages = torch.zeros(2, 4, 8, dtype=torch.int64), torch.zeros(2, 8).long()
     first = torch.tensor([[0, 2, 3, 5, 8], [0, 1, 2, 3, 4]])
-    assert starts_of(first, 1) == [[0, 2, 3, 5, 8, 8, 9, 10, 11, 12, 16]]
-    first = torch.tensor([[0, 2, 4, 5, 8], [0, 1, 4, 6, 8]])
-    assert starts_of(first, 2) == [[0, 2, 4, 4, 5, 8, 8], [0, 1, 4, 4, 6, 8, 8]]
+    moves = survivor_moves(pages, held, first, pages, None, 8, 1)
+    assert moves.first.tolist() == [0, 2, 3, 5, 8, 8, 9, 10, 11, 12, 16]
 
 
 # -- in C++ ---------------------------------------------------------------------------

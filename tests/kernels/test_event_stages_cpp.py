@@ -40,6 +40,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(RuntimeError, match="first: expected 0 to 2 pages, got 4"):
         read_survivors(*tables, index, index, torch.tensor([[0, 2, 4]]), blocks, 9)
     held, pages = torch.zeros(1, 2, 2).long(), torch.zeros(1, 3).long()
-    moves = held, torch.tensor([[0, 2, 3]]), pages, None, 8, 4, 1
+    moves = held, torch.tensor([[0, 2, 3]]), pages, None, 8, 4
     with pytest.raises(RuntimeError, match="sources: expected tokens of held pages"):
         survivor_moves(torch.full((1, 12), 99), *moves)

@@ -32,7 +32,7 @@ def moves() -> None:
     """Launch the moves of the largest events."""
     held, pages = empty(EVENTS, HEADS, TOKENS // BLOCK), empty(EVENTS, PLACES // BLOCK)
     lists = empty(EVENTS, PLACES), held, empty(EVENTS, HEADS + 1), pages
-    compact_pages.survivor_moves(*lists, None, TOKENS, BLOCK, 1)
+    compact_pages.survivor_moves(*lists, None, TOKENS, BLOCK)
 
 
 def page_lists() -> None:

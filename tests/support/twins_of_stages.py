@@ -47,29 +47,26 @@ def first_of(quota: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(quota.cumsum(-1), (1, 0))
 
 
-def lists_of(seed: int, groups: int) -> tuple[Any, ...]:
-    """Return arguments of assign_pages; nobody has a page of another."""
+def lists_of(seed: int) -> tuple[Any, ...]:
+    """Return arguments of assign_pages; nobody has a page of another.
+
+    The first event fills its superblocks.
+    """
     by = draw(seed)
     dest = order(BLOCKS, (EVENTS, DEST), by)
-    per_group = NUM_HEADS // groups
-    num_pages = (LAYERS if groups == 1 else 1) * BLOCKS * HEADS
-    shape = (groups, EVENTS, per_group, HELD)
-    held = torch.stack([order(num_pages, shape[1:], by) for _ in range(groups)])
-    held = held.transpose(0, 1).reshape(EVENTS, NUM_HEADS, HELD)
+    held = order(NUM_HEADS * BLOCKS, (EVENTS, NUM_HEADS, HELD), by)
     num_held = integers(0, HELD + 1, (EVENTS, NUM_HEADS), by)
-    share = torch.rand(EVENTS, groups, per_group, generator=by)
-    most = per_group * DEST if groups > 1 else integers(1, 24, (EVENTS, 1, 1), by)
+    share = torch.rand(EVENTS, NUM_HEADS, generator=by)
+    most = integers(1, NUM_HEADS * DEST, (EVENTS, 1), by)
     quota = (share / share.sum(-1, keepdim=True) * most).long()
-    if groups > 1:  # groups fill their part of the superblocks
-        quota[..., -1] += most - quota.sum(-1)
-    return held, num_held, dest, quota.flatten(1), BLOCKS, HEADS, groups
+    quota[0, -1] += NUM_HEADS * DEST - quota[0].sum()
+    return held, num_held, dest, quota, BLOCKS, HEADS
 
 
-@pytest.mark.parametrize("groups", [1, LAYERS])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_lists_and_moves(seed: int, groups: int) -> None:
+def test_lists_and_moves(seed: int) -> None:
     """Compare them; heads and places without a survivor are among them."""
-    given = lists_of(seed, groups)
+    given = lists_of(seed)
     held, quota, by = given[0], given[3].clamp(max=HELD), draw(seed)
     first, num_tokens = first_of(quota), HELD * PAGE + 3
     score = torch.rand(EVENTS, NUM_HEADS, num_tokens, generator=by)
@@ -83,7 +80,7 @@ def test_lists_and_moves(seed: int, groups: int) -> None:
     longer = torch.nn.functional.pad(held, (0, 1))  # the last page is not full
     for unmoved in (None, pages % 3 > 0):
         for begins in (first, strided):
-            moves = sources, longer, begins, pages, unmoved, num_tokens, PAGE, groups
+            moves = sources, longer, begins, pages, unmoved, num_tokens, PAGE
             made = check_call(survivor_moves, *moves)
             assert (made.in_place is None) == (unmoved is None)
 

@@ -16,7 +16,6 @@ and 1, 3, 5, their stock pages of superblocks 0, 1 and 2. The request keeps supe
 ...     quota=torch.tensor([[3, 1]]),
 ...     num_blocks=3,
 ...     num_kv_heads=2,
-...     groups=1,
 ... )
 >>> made.first, made.pages
 (tensor([[0, 3, 4]]), tensor([[0, 2, 3, 1]]))
@@ -145,7 +144,6 @@ def assign_pages_ref(
     quota: Tensor,
     num_blocks: int,
     num_kv_heads: int,
-    groups: int,
 ) -> PageLists:
     """Give each head its quota of the request's pages, its own pages first.
 
@@ -163,38 +161,18 @@ def assign_pages_ref(
             Where it is less, only the lowest cells are used, whole superblocks.
         num_blocks: B, superblocks of the pool.
         num_kv_heads: H, of a layer.
-        groups: g, sets of heads that have an arena each: 1, where ids are those of
-            pages in all layers, or one per layer, see `worker.pages`.
 
     Returns:
-        The new lists, C = n * D; those of a group start at whole n / g * D.
+        The new lists, C = n * D.
     """
-    (num_events, num_dest), num_heads = dest.shape, held.shape[1]
-    per_group = num_heads // groups
-    head = torch.arange(per_group, device=dest.device)
+    head = torch.arange(held.shape[1], device=dest.device)
     stock = head // num_kv_heads * (num_blocks * num_kv_heads) + head % num_kv_heads
     arena = (dest[..., None] * num_kv_heads + stock).flatten(1)
-    arena = arena.repeat_interleave(groups, dim=0)
-    cells = _cells(held, dest, num_blocks, num_kv_heads, per_group)
-    shape = (num_events * groups, per_group)
-    first, pages, unmoved = _assign(
-        held.reshape(*shape, -1),
-        num_held.reshape(shape),
-        cells.view(*shape, -1),
-        arena,
-        quota.reshape(shape),
-    )
-    # One list per event where groups shared out their own parts.
-    group = torch.arange(groups, device=dest.device)[:, None]
-    first = first.view(num_events, groups, -1) + group * per_group * num_dest
-    first = torch.cat([first[..., :-1].flatten(1), first[:, -1, -1:]], dim=-1)
-    whole = (num_events, num_heads * num_dest)
-    return PageLists(first, pages.view(whole), unmoved.view(whole))
+    cells = _cells(held, dest, num_blocks, num_kv_heads)
+    return _assign(held, num_held, cells, arena, quota)
 
 
-def _cells(
-    held: Tensor, dest: Tensor, num_blocks: int, num_kv_heads: int, per_group: int
-) -> Tensor:
+def _cells(held: Tensor, dest: Tensor, num_blocks: int, num_kv_heads: int) -> Tensor:
     """Return [E, n, P] places of pages in their event's arena, -1 outside."""
     num_events, num_dest = dest.shape
     where = torch.full((num_blocks,), -1, device=dest.device)
@@ -202,21 +180,17 @@ def _cells(
     found = where.scatter(0, dest.flatten(), order)[held // num_kv_heads % num_blocks]
     event = torch.arange(num_events, device=dest.device)[:, None, None]
     mine = (found >= 0) & (found // num_dest == event)
-    # Which head's stock page it is: its layer, where ids span layers, and head.
+    # Which head's stock page it is.
     layer = held // (num_kv_heads * num_blocks)
     stock = layer * num_kv_heads + held % num_kv_heads
-    return torch.where(mine, found % num_dest * per_group + stock, -1)
+    return torch.where(mine, found % num_dest * held.shape[1] + stock, -1)
 
 
 def _assign(
     held: Tensor, num_held: Tensor, cells: Tensor, arena: Tensor, quota: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Assign the pages of arenas [G, C]; all others [G, n, P] or [G, n].
-
-    Returns:
-        What `PageLists` has, of each arena.
-    """
-    num_groups, num_heads, width = held.shape
+) -> PageLists:
+    """Assign the pages of arenas [E, C]; all others [E, n, P] or [E, n]."""
+    num_events, num_heads, width = held.shape
     num_cells = arena.shape[-1]
     first = torch.nn.functional.pad(quota.cumsum(-1), (1, 0))
     total = first[:, -1:]
@@ -228,14 +202,14 @@ def _assign(
     num_kept = kept.sum(-1)
 
     spare = torch.full_like(arena[:, :1], num_cells)[..., None]
-    taken = torch.zeros(num_groups, num_cells + 1, dtype=torch.bool, device=held.device)
+    taken = torch.zeros(num_events, num_cells + 1, dtype=torch.bool, device=held.device)
     taken = taken.scatter(1, torch.where(kept, cells, spare).flatten(1), True)
     free = ascending_indices(~taken[:, :num_cells], num_cells).clamp_min(0)
     target = torch.where(kept, first[:, :-1, None] + rank, spare).flatten(1)
-    listed = arena.new_zeros(num_groups, num_cells + 1)
+    listed = arena.new_zeros(num_events, num_cells + 1)
     listed = listed.scatter(1, target, cells.clamp_min(0).flatten(1))[:, :num_cells]
 
-    entry = torch.arange(num_cells, device=held.device).repeat(num_groups, 1)
+    entry = torch.arange(num_cells, device=held.device).repeat(num_events, 1)
     owner = torch.searchsorted(first[:, 1:].contiguous(), entry, right=True)
     owner = owner.clamp_max(num_heads - 1)
     index = entry - first.gather(1, owner)
@@ -247,7 +221,7 @@ def _assign(
     before = owner * width + index.clamp(0, width - 1)
     same = held.flatten(1).gather(1, before) == pages
     unmoved = stays & same & (index < width)
-    return first, pages, unmoved
+    return PageLists(first, pages, unmoved)
 
 
 assign_pages = Operation(assign_pages_ref)

@@ -100,13 +100,13 @@ class Moves:
     """Where survivors go, in slots: page * N + offset.
 
     Args:
-        source: [g, E, m] int64, slots that survivors leave, by set of heads; 0, of
-            vLLM's null block, on padding.
-        dest: [g, E, m] int64, slots that they go to; likewise.
-        first: [g, E * (n / g + 1) + 1] int64, where each head's survivors start when
-            events are laid end to end. The heads of an event are followed by a row of
-            padding; the last entry is where the last event ends.
-        in_place: [g, E, m] bool, see `compact_pages_ref`.
+        source: [E, M] int64, slots that survivors leave; 0, of vLLM's null block, on
+            padding.
+        dest: [E, M] int64, slots that they go to; likewise.
+        first: [E * (n + 1) + 1] int64, where each head's survivors start when events
+            are laid end to end. The heads of an event are followed by a row of padding;
+            the last entry is where the last event ends.
+        in_place: [E, M] bool, see `compact_pages_ref`.
     """
 
     source: Tensor
@@ -123,7 +123,6 @@ def survivor_moves_ref(
     unmoved: Tensor | None,
     num_tokens: int,
     block_size: int,
-    groups: int,
 ) -> Moves:
     """Find the slot that each survivor leaves, and the one that it goes to.
 
@@ -133,10 +132,10 @@ def survivor_moves_ref(
     13. Head 1 keeps its whole page and gets page 9: its sources 8, 9, 10 and 11 (that
     is 1 * T + token) leave slots 20 to 23 for slots 36 to 39.
 
-    With one set of heads and M = 8 places per event, heads of a first event that start
-    at tokens [0, 2, 5] and end at 7, and of a second that start at [0, 1, 3] and end at
-    8, have the `first` [[0, 2, 5, 7, 8, 9, 11, 16, 16]]: place 7 is a row of padding,
-    that of the second event is empty.
+    With M = 8 places per event, heads of a first event that start at tokens [0, 2, 5]
+    and end at 7, and of a second that start at [0, 1, 3] and end at 8, have the `first`
+    [0, 2, 5, 7, 8, 9, 11, 16, 16]: place 7 is a row of padding, that of the second
+    event is empty.
 
     Args:
         sources: [E, M] int64, head * T + token, negative on padding.
@@ -147,10 +146,7 @@ def survivor_moves_ref(
             before; None where that is so for all.
         num_tokens: T.
         block_size: N.
-        groups: g, sets of heads that are moved apart, n / g heads and m = M / g places
-            each.
     """
-    num_events, num_heads = held.shape[:2]
     head = sources.div(num_tokens, rounding_mode="floor").clamp_min(0)
     token = sources.clamp_min(0) % num_tokens
     entry = head * held.shape[-1] + token // block_size
@@ -161,23 +157,12 @@ def survivor_moves_ref(
     source, dest = (torch.where(is_padding, 0, slots) for slots in (source, dest))
     in_place = None
     if unmoved is not None:
-        in_place = _by_group(unmoved.repeat_interleave(block_size, dim=-1), groups)
-    # Group g's heads start at g * m of their event, event e at e * m of its group.
-    size, width = sources.shape[1] // groups, num_heads // groups
+        in_place = unmoved.repeat_interleave(block_size, dim=-1)
+    num_events, num_places = sources.shape
     event = torch.arange(num_events, device=first.device)[:, None]
-    starts = [
-        first[:, group * width : (group + 1) * width + 1] * block_size
-        + (event - group) * size
-        for group in range(groups)
-    ]
-    starts = torch.stack(starts).flatten(1)
-    starts = torch.nn.functional.pad(starts, (0, 1), value=num_events * size)
-    return Moves(_by_group(source, groups), _by_group(dest, groups), starts, in_place)
-
-
-def _by_group(places: Tensor, groups: int) -> Tensor:
-    """Turn [E, M] into [g, E, m]."""
-    return places.unflatten(1, (groups, -1)).transpose(0, 1).contiguous()
+    starts = (first * block_size + event * num_places).flatten()
+    starts = torch.nn.functional.pad(starts, (0, 1), value=num_events * num_places)
+    return Moves(source, dest, starts, in_place)
 
 
 list_survivors = Operation(list_survivors_ref)

@@ -236,12 +236,9 @@ def survivor_moves(
     unmoved: Tensor | None,
     num_tokens: int,
     block_size: int,
-    groups: int,
 ) -> Moves:
-    (num_events, num_places), num_heads = sources.shape, held.shape[1]
-    source = sources.new_empty(groups, num_events, num_places // groups)
-    dest = torch.empty_like(source)
-    starts = sources.new_empty(groups, num_events * (num_heads // groups + 1) + 1)
+    source, dest = (sources.new_empty(sources.shape) for _ in range(2))
+    starts = sources.new_empty(len(held) * (held.shape[1] + 1) + 1)
     in_place = None
     if unmoved is not None:
         in_place = torch.empty_like(source, dtype=torch.bool)

@@ -302,14 +302,13 @@ class Compactor:
             lists.unmoved,
             held.max_tokens,
             pool.block_size,
-            groups=1,
         )
         for capture in self.captures:
             capture.move(moves)
         slots = moves.source.flatten(), moves.dest.flatten()
         stays = None if moves.in_place is None else moves.in_place.flatten()
         for pages in pool.tokens:
-            compact_pages(pages, *slots, moves.first[0], stays)
+            compact_pages(pages, *slots, moves.first, stays)
         if choice.decision.merge is not None:
             merge_dropped(pool, held, destinations, choice, moves)
 

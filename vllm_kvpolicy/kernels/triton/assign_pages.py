@@ -1,4 +1,4 @@
-"""Twins of kernels.assign_pages: heads keep their pages, groups deal out the rest.
+"""Twins of kernels.assign_pages: heads keep their pages, the rest is dealt out.
 
 Pages are shared out by a program per group, its heads in one tile; the shift is found
 bit by bit.
@@ -105,15 +105,14 @@ def assign_pages(
     quota: Tensor,
     num_blocks: int,
     num_kv_heads: int,
-    groups: int,
 ) -> PageLists:
     (num_events, num_dest), num_heads = dest.shape, held.shape[1]
     first = dest.new_empty(num_events, num_heads + 1)
     pages = dest.new_empty(num_events, num_heads * num_dest)
     unmoved = torch.empty_like(pages, dtype=torch.bool)
     taken = torch.zeros_like(unmoved)
-    sizes = (num_dest, num_blocks, num_kv_heads, num_heads, groups)
-    heads = triton.next_power_of_2(num_heads // groups)
+    sizes = (num_dest, num_blocks, num_kv_heads, num_heads)
+    heads = triton.next_power_of_2(num_heads)
     owned = held.contiguous(), num_held.contiguous()
     wanted = dest.contiguous(), quota.contiguous()
     made, width = (first, pages, unmoved, taken), held.shape[-1]
@@ -121,7 +120,7 @@ def assign_pages(
         *owned, *wanted, *made, width, *sizes, HEADS=heads, TILE=PAGES
     )
     free = torch.empty_like(pages)
-    _deal_rest[(num_events, groups)](
+    _deal_rest[(num_events,)](
         *wanted, taken, free, pages, unmoved, *sizes, HEADS=heads, TILE=CELLS
     )
     return PageLists(first, pages, unmoved)
@@ -130,7 +129,7 @@ def assign_pages(
 @triton.jit(do_not_specialize=["width", "num_dest"])
 def _keep_own(
     held, num_held, dest, quota, first, pages, unmoved, taken,
-    width, num_dest, num_blocks, num_kv_heads, num_heads, groups,
+    width, num_dest, num_blocks, num_kv_heads, num_heads,
     HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Let one head keep its first pages that are in the arena.
@@ -140,25 +139,22 @@ def _keep_own(
     """
     event = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    per_group = num_heads // groups
-    own = head % per_group
-    base = (head // per_group * per_group * num_dest).to(tl.int64)
     others = tl.arange(0, HEADS)
-    shares = quota + event * num_heads + head - own + others
-    share = tl.load(shares, mask=others < per_group, other=0)
+    shares = quota + event * num_heads + others
+    share = tl.load(shares, mask=others < num_heads, other=0)
     total = tl.sum(share)
-    start = base + tl.sum(tl.where(others < own, share, 0))
-    wanted = tl.sum(tl.where(others == own, share, 0))
+    start = tl.sum(tl.where(others < head, share, 0))
+    wanted = tl.sum(tl.where(others == head, share, 0))
     tl.store(first + event * (num_heads + 1) + head, start)
     if head == num_heads - 1:
-        tl.store(first + (event + 1) * (num_heads + 1) - 1, base + total)
-    used = (total + per_group - 1) // per_group * per_group
+        tl.store(first + (event + 1) * (num_heads + 1) - 1, total)
+    used = (total + num_heads - 1) // num_heads * num_heads
     row = event * num_heads + head
     count = tl.load(num_held + row)
     arena = event * num_heads * num_dest
     pages += arena + start
     unmoved += arena + start
-    taken += arena + base
+    taken += arena
     num_kept = tl.full((), 0, tl.int64)
     for begin in range(0, count, TILE):
         place = begin + tl.arange(0, TILE)
@@ -172,7 +168,7 @@ def _keep_own(
             is_it = block[:, None] == owned[None, :]
             found = tl.maximum(found, tl.max(tl.where(is_it, number[None, :], -1), 1))
         stock = page // (num_kv_heads * num_blocks) * num_kv_heads + page % num_kv_heads
-        cell = found * per_group + stock
+        cell = found * num_heads + stock
         stays = (place < count) & (found >= 0) & (cell < used)
         rank = num_kept + tl.cumsum(stays.to(tl.int32)) - 1
         stays &= rank < wanted
@@ -190,29 +186,28 @@ def _keep_own(
 @triton.jit(do_not_specialize=["num_dest"])
 def _deal_rest(
     dest, quota, taken, free, pages, unmoved,
-    num_dest, num_blocks, num_kv_heads, num_heads, groups,
+    num_dest, num_blocks, num_kv_heads, num_heads,
     HEADS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fill the shortfalls of one group's heads with the pages that none keeps.
+    """Fill the shortfalls of one event's heads with the pages that none keeps.
 
     They are listed in `free` [E, n * D] int64 on the way. Behind the lists, `pages` and
     `unmoved` are cleared.
     """
     event = tl.program_id(0).to(tl.int64)
-    per_group = num_heads // groups
-    size = per_group * num_dest
-    base = event * num_heads * num_dest + tl.program_id(1) * size
+    size = num_heads * num_dest
+    base = event * size
     others = tl.arange(0, HEADS)
-    shares = quota + event * num_heads + tl.program_id(1) * per_group + others
-    total = tl.sum(tl.load(shares, mask=others < per_group, other=0))
+    shares = quota + event * num_heads + others
+    total = tl.sum(tl.load(shares, mask=others < num_heads, other=0))
     count = tl.full((), 0, tl.int64)
     for begin in range(0, size, TILE):
         cell = begin + tl.arange(0, TILE)
         is_cell = cell < size
         is_free = is_cell & (tl.load(taken + base + cell, mask=is_cell, other=1) == 0)
-        listed = dest + event * num_dest + cell // per_group
+        listed = dest + event * num_dest + cell // num_heads
         block = tl.load(listed, mask=is_cell, other=0)
-        head = cell % per_group
+        head = cell % num_heads
         stock = head // num_kv_heads * num_blocks * num_kv_heads + head % num_kv_heads
         rank = count + tl.cumsum(is_free.to(tl.int32)) - 1
         tl.store(free + base + rank, block * num_kv_heads + stock, mask=is_free)

@@ -70,23 +70,19 @@ def survivor_moves(
     unmoved: Tensor | None,
     num_tokens: int,
     block_size: int,
-    groups: int,
 ) -> Moves:
     (num_events, num_places), num_heads = sources.shape, held.shape[1]
-    source = sources.new_empty(groups, num_events, num_places // groups)
-    dest = torch.empty_like(source)
+    source, dest = (sources.new_empty(sources.shape) for _ in range(2))
     in_place = None
     if unmoved is not None:
         unmoved = unmoved.contiguous()
         in_place = torch.empty_like(source, dtype=torch.bool)
-    num_rows = num_events * (num_heads // groups + 1)
-    starts = sources.new_empty(groups, num_rows + 1)
+    starts = sources.new_empty(num_events * (num_heads + 1) + 1)
     given = sources.contiguous(), held.contiguous(), first, *first.stride()
     lists = pages.contiguous(), unmoved
     sizes = num_events, num_heads, held.shape[-1], num_tokens, num_places, block_size
     _survivor_moves[(1 + triton.cdiv(num_places, LIST_TILE), num_events)](
-        *(*given, *lists, source, dest, starts, in_place, *sizes, groups),
-        TILE=LIST_TILE,
+        *(*given, *lists, source, dest, starts, in_place, *sizes), TILE=LIST_TILE
     )
     return Moves(source, dest, starts, in_place)
 
@@ -189,7 +185,7 @@ def _list_survivors(
 def _survivor_moves(
     sources, held, first, first_row, first_head, pages, unmoved,
     source, dest, starts, in_place,
-    num_events, num_heads, width, num_tokens, num_places, block_size, groups,
+    num_events, num_heads, width, num_tokens, num_places, block_size,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Look one tile of survivors up; the first program of an event sees to starts.
@@ -198,24 +194,22 @@ def _survivor_moves(
     """
     tile = tl.program_id(0)  # the one axis of a grid with more than 65,535 programs
     event = tl.program_id(1).to(tl.int64)
-    size, per_group = num_places // groups, num_heads // groups
     if tile == 0:
-        rows = num_events * (per_group + 1) + 1
-        for begin in range(0, groups * (per_group + 1), TILE):
-            number = begin + tl.arange(0, TILE)
-            group, head = number // (per_group + 1), number % (per_group + 1)
-            is_row = group < groups
-            entry = first + event * first_row + (group * per_group + head) * first_head
+        for begin in range(0, num_heads + 1, TILE):
+            head = begin + tl.arange(0, TILE)
+            is_row = head <= num_heads
+            entry = first + event * first_row + head * first_head
             start = tl.load(entry, mask=is_row, other=0) * block_size
-            start += (event - group) * size
-            row = starts + group * rows + event * (per_group + 1) + head
+            start += event * num_places
+            row = starts + event * (num_heads + 1) + head
             tl.store(row, start, mask=is_row)
-            is_last = is_row & (head == per_group) & (event == num_events - 1)
-            tl.store(row + 1, start * 0 + num_events * size, mask=is_last)
+            is_last = (head == num_heads) & (event == num_events - 1)
+            tl.store(row + 1, start * 0 + num_events * num_places, mask=is_last)
         return
     place = (tile - 1) * TILE + tl.arange(0, TILE)
     is_place = place < num_places
-    entry = tl.load(sources + event * num_places + place, mask=is_place, other=-1)
+    target = event * num_places + place
+    entry = tl.load(sources + target, mask=is_place, other=-1)
     exists = entry >= 0
     head, token = entry // num_tokens, entry % num_tokens
     lists = held + (event * num_heads + head) * width
@@ -223,8 +217,6 @@ def _survivor_moves(
     slot = page * block_size + token % block_size
     listed = event * (num_places // block_size) + place // block_size
     page = tl.load(pages + listed, mask=exists, other=0)
-    group = place // size
-    target = (group * num_events + event) * size + place % size
     tl.store(source + target, tl.where(exists, slot, 0), mask=is_place)
     slot = page * block_size + place % block_size
     tl.store(dest + target, tl.where(exists, slot, 0), mask=is_place)

@@ -133,9 +133,8 @@ class Tracer:
             None,
             held.max_tokens,
             self.block_size,
-            groups=1,
         )
-        return (moves.source != moves.dest)[0].double().mean(-1)
+        return (moves.source != moves.dest).double().mean(-1)
 
     def _write(self, record: EventRecord) -> None:
         arrays: dict[str, Any] = to_arrays(record)

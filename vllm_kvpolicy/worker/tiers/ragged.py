@@ -116,7 +116,6 @@ class RaggedTier(Tier):
             quota,
             self.pool.num_blocks,
             self.pool.num_heads,
-            groups=1,
         )
 
     def commit(self, batch: Batch, lists: PageLists) -> EventAnswer:
