@@ -328,6 +328,72 @@ def test_prompts_are_cut_at_their_ends_for_one_that_waits(
     assert at_ends & {(name, position) for name, position, _ in run.events[:2]}
 
 
+SHARED_PREFIX = {
+    "caching": True,
+    "max_batched": 2048,
+    "longest": 1152,
+    "max_num_seqs": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("pool", "count", "answer", "may_stop"),
+    [(130, 8, 400, True), (200, 16, 150, False), (108, 16, 150, False)],
+)
+def test_a_prefix_that_several_hold_is_held_once(
+    pool: int, count: int, answer: int, may_stop: bool, model_config: ModelConfig
+) -> None:
+    """All fit, or all but one or two, and to cut them would take more superblocks."""
+    policy = {**MIX.policy, "policy": "tova", "budget": 256}
+    scenario = replace(MIX, policy=policy, pool=pool, **SHARED_PREFIX)
+    load = [544] * count, [answer] * count, dict.fromkeys(range(1, count), 3), may_stop
+    run = serve(scenario, model_config, *load)
+    none = {number: {"kv_policy": "none"} for number in range(count)}
+    stock = serve(scenario, model_config, *load, extra_args=none)
+    assert not run.events and run.preemptions <= stock.preemptions
+    assert run.steps <= stock.steps
+
+
+@pytest.mark.parametrize(("without", "pool"), [([0], 84), ([0, 1, 2], 92)])
+def test_requests_without_a_policy_are_given_room_to_grow(
+    without: list[int], pool: int, model_config: ModelConfig
+) -> None:
+    none = {number: {"kv_policy": "none"} for number in without}
+    scenario = replace(MIX, pool=pool)
+    run = serve(scenario, model_config, PROMPTS, [300] * 8, extra_args=none)
+    assert (run.steps, run.preemptions) == (315, 0)
+
+
+@pytest.mark.parametrize(
+    ("pool", "budget", "prompt"),
+    [
+        (30, 96, 600),  # its prompt has no room beside the floors of the others
+        (26, 256, 500),  # those who run fit to their ends, without another window
+    ],
+)
+def test_nobody_is_cut_for_one_that_cannot_enter(
+    pool: int, budget: int, prompt: int, model_config: ModelConfig
+) -> None:
+    scenario = replace(MIX, pool=pool, policy={**MIX.policy, "budget": budget})
+    prompts, answers = [100, 100, prompt], [300, 300, 20]
+    run = serve(scenario, model_config, prompts, answers, urgent={2: 150})
+    assert not run.events and run.first["r2"] > 300
+
+
+def test_nobody_is_cut_while_a_prompt_before_takes_the_steps(
+    model_config: ModelConfig,
+) -> None:
+    """The fourth comes at step 16, and can begin at step 65."""
+    policy = {**MIX.policy, "policy": "streaming", "budget": 64}
+    scenario = replace(MIX, policy=policy, pool=44, longest=1152, max_batched=20)
+    prompts, answers = [150, 150, 900, 200], [150, 150, 20, 20]
+    run = serve(scenario, model_config, prompts, answers, urgent={3: 16})
+    first = next(i for i, known in enumerate(run.computed) if "r3" in known)
+    cut = [position for name, position, _ in run.events if name == "r0"]
+    computed = run.computed[first - 8].get("r0", 0)
+    assert run.preemptions == 0 and all(position >= computed for position in cut)
+
+
 @pytest.mark.parametrize("pool", [59, 80])
 def test_events_of_a_call_come_one_after_the_other(
     pool: int, model_config: ModelConfig
@@ -655,6 +721,25 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     cut.clear()
     Pressure._call(pressure, rows, 70, nobody, "growth")
     assert not cut
+
+
+def test_who_is_cut_after_others_is_so_before_the_next_window_opens() -> None:
+    """That of an event inside its prompt: it would lack the queries before."""
+    fields = {"position": 300, "held": 300, "floor": 96, "spacing": 32, "local": 44}
+    rows = [Row(f"r{n}", 0, **fields, whole=8, latest=301) for n in range(4)]
+    found: list[int] = []
+    limits = SimpleNamespace(block_size=SIZE, events_per_step=8)
+    pressure: Any = SimpleNamespace(
+        engine=SimpleNamespace(planner=SimpleNamespace(limits=limits), running={}),
+        _at_once=lambda coming: 1,
+        notice=48,
+        _effect=49,
+        _most=lambda last, coming, first: 90,
+        _to_level=lambda rows, usable, coming: [(row, 96) for row in rows],
+        _have=lambda name, call, cause: found.append(call.position),
+    )
+    Pressure._call(pressure, rows, 60, np.zeros(1, np.int64), "growth")
+    assert found == [300, 301, 301, 301]
 
 
 @pytest.mark.parametrize(

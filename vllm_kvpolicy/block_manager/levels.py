@@ -5,13 +5,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_kvpolicy.events import NO_STEP
+
 
 @dataclass(frozen=True)
 class Row:
     """A running request that may be cut.
 
     Args:
-        position: of its event.
+        position: of its event, and `latest`, the last one that it may have.
         held: tokens per KV head that it would hold there behind what is pinned.
         floor: K, fewest of these tokens to which it is cut.
         spacing: fewest tokens that an event drops.
@@ -37,6 +39,7 @@ class Row:
     shared: int = 0
     pinned: int = 0
     wait: int = 0
+    latest: int = NO_STEP
     ends: bool = False
     is_called: bool = False
 

@@ -6,7 +6,7 @@ events are called for, so early that their query windows fill before. Requests a
 to a common level, water-filling from the longest: the highest level that makes enough
 room for all to grow by an interval, and never below a request's own budget, its floor.
 So those who are cut end alike, and nobody is cut again before an interval has passed,
-unless all are at their floors.
+unless all are at their floors or somebody enters.
 """
 
 import math
@@ -72,7 +72,7 @@ class Pressure:
 
     @property
     def lead_steps(self) -> int:
-        """Steps from a call to the last of the events that are called for with it."""
+        """Steps in which events that are called for now can have made room."""
         rounds = len(self.engine.running) // self.engine.planner.limits.events_per_step
         return self._effect + rounds
 
@@ -186,14 +186,14 @@ class Pressure:
 
     def _make_room(self, waiting: Sequence[Request]) -> None:
         manager, most = self.engine.manager, self.engine.forecast.most()
+        lead = self.lead_steps
+        most += int(self._unforeseen(lead + ROUNDS)[-1])
         if not waiting and most + manager.num_taken <= manager.num_usable:
             return  # without a look at what no booking accounts for
-        usable = self.room()
-        if not waiting and most <= usable:
-            return
-        lead = self.lead_steps
-        no_one = np.zeros(lead + 1, np.int64)
+        usable, no_one = self.room(), np.zeros(lead + 1, np.int64)
         coming = self._coming(waiting) if waiting else no_one
+        if most <= usable and not coming.any():
+            return  # those who run fit to their ends
         rounds = len(self.engine.running) // self._at_once(coming)
         is_short = self._most(self._effect + rounds, no_one) > usable
         if not is_short and self._most(lead, coming) <= usable:
@@ -278,12 +278,14 @@ class Pressure:
         """Return [lead + 1] int64: what those who wait will hold in steps to come.
 
         They enter one after the other, as far as there is room beside all floors and
-        the watermark, each when the prompts of those before it have been computed.
+        the watermark, each when the prompts before its own have been computed.
         """
         manager, watermark = self.engine.manager, self.engine.watermark
         lead, size, sizes = self.lead_steps, manager.block_size, manager.others.sizes
-        coming, tokens = np.zeros(lead + 1, np.int64), 0
-        room = self.room() - watermark
+        coming, room = np.zeros(lead + 1, np.int64), self.room() - watermark
+        running = self.engine.running.values()
+        left = (each.num_tokens - each.num_computed_tokens for each in running)
+        tokens = sum(each for each in left if each > 1)  # of prompts under way
         held = np.zeros(0)  # by those before it, at their floors
         seen: set[Any] = set()
         for request in waiting:
@@ -302,7 +304,10 @@ class Pressure:
             if state is None or state.plan.takes_hits:
                 cached = self._num_cached(request, seen)
             pinned = 0 if state is None else min(state.pinned, cached)
-            more = np.minimum(levels, floor) - pinned
+            more = np.minimum(levels, floor)
+            # It is cut no sooner.
+            more[: lead + 1] = np.maximum(more[: lead + 1], levels[: lead + 1])
+            more -= pinned
             short, both = sorted((held, more), key=len)
             both = both.copy()
             both[: len(short)] += short
@@ -340,7 +345,14 @@ class Pressure:
         held = np.full(last + 1, coming[-1])
         held[: len(coming)] = coming[: last + 1]
         held[: len(load)] += load
+        held += self._unforeseen(last)
         return int((held + self.reserve(last))[first:].max())
+
+    def _unforeseen(self, last: int) -> np.ndarray:
+        """Return [last + 1] int64: what requests without a booking grow by, at most."""
+        manager, booked = self.engine.manager, self.engine.forecast.bookings
+        count = sum(each not in booked for each in manager.req_to_blocks)
+        return count * -(-np.arange(last + 1) // manager.block_size)
 
     def _row(self, request_id: str) -> Row | None:
         """Return what can be asked of a request; None where it cannot be cut.
@@ -356,6 +368,7 @@ class Pressure:
         most = self._most_tokens(request)
         if call is not None:
             position, held, spacing = call.position, call.budget, footprint.block_size
+            latest = position
             blocks = state.num_dest(position)
         else:
             state.computed = request.num_computed_tokens
@@ -370,7 +383,8 @@ class Pressure:
                 return None  # it had its last event just now
             # An event inside a prompt may come before, or begin to read queries before.
             before = state.next_event(state.computed) - footprint.window_tokens
-            if position >= min(before, most):
+            latest = min(before, most) - 1
+            if position > latest:
                 return None
             held = position - state.dropped_tokens
             blocks = footprint.frontier_blocks(position) - state.dropped_blocks
@@ -381,6 +395,7 @@ class Pressure:
             request_id=request_id,
             priority=request.priority if engine.by_priority else 0,
             position=position,
+            latest=latest,
             held=held - state.pinned_tokens,
             floor=footprint.events.budget - state.pinned_tokens,
             spacing=spacing,
@@ -428,8 +443,8 @@ class Pressure:
         for row, budget in chosen:
             delay = 0 if row.is_called else place // at_once
             place += not row.is_called
-            call = Call(row.position + delay, row.pinned + budget)
-            self._have(row.request_id, call, cause)
+            position = min(row.position + delay, row.latest)
+            self._have(row.request_id, Call(position, row.pinned + budget), cause)
 
     def _to_level(
         self, rows: list[Row], usable: int, coming: np.ndarray
@@ -448,10 +463,22 @@ class Pressure:
             if chosen is not None:
                 break
         else:
-            # Superblocks that several hold come back when all of these have been cut.
-            alone = [replace(row, whole=row.whole + row.shared) for row in rows]
-            chosen = Levels(alone, size).cut_to(0)
+            chosen = self._to_floors(rows)
         return sorted(chosen, key=by_urgency)
+
+    def _to_floors(self, rows: list[Row]) -> list[tuple[Row, int]]:
+        """Return all that can be cut, to their floors; nobody where that gains nothing.
+
+        Superblocks that several hold come back once, when all of these have been cut.
+        """
+        manager, size = self.engine.manager, self.engine.planner.limits.block_size
+        levels = Levels(
+            [replace(row, whole=row.whole + row.shared) for row in rows], size
+        )
+        names = [row.request_id for row in rows if row.shared]
+        comes_back = manager.num_taken - manager.num_staying(names)
+        again = sum(map(manager.num_held, names)) - comes_back
+        return levels.cut_to(0) if levels.gain(0) > again else []
 
 
 def at_floor(levels: np.ndarray, floor: float, pins: np.ndarray) -> np.ndarray:

@@ -87,13 +87,12 @@ class Sharing:
         for other in forecast.bookings.keys() - leaving if count else ():
             state = engine.planner.states[other]
             row = engine.manager.req_to_blocks.get(other, ())
-            is_pinned = state.pinned >= count
             if len(row) < count or row[count - 1] is not blocks[count - 1]:
                 continue
-            if is_pinned:
+            end, has_event = state.first_event, state.ordinal > 0
+            if state.pinned >= count or not (has_event or end < engine.last[other]):
                 releases.append(forecast.bookings[other].end)
-            elif not state.ordinal:
-                end = min(state.first_event, engine.last[other])
+            elif not has_event:
                 first = max(state.computed, engine.running[other].num_prompt_tokens)
                 num_steps = max(end - first, 0) // (1 + engine.num_drafts)
                 releases.append(forecast.step + num_steps)
@@ -113,22 +112,32 @@ class Sharing:
         return np.full(min(max(steps, 0), HORIZON), shared.pinned)
 
     def is_over(self, request_id: str) -> bool:
-        """Return whether those who account for what it has pinned should have ended."""
-        shared = self.of(request_id)
-        return shared.pinned > 0 and self.engine.forecast.step >= shared.pinned_until
+        """Return whether those who account for its prefix should have ended."""
+        shared, step = self.of(request_id), self.engine.forecast.step
+        is_loose = shared.loose and not self.engine.planner.states[request_id].ordinal
+        is_over = shared.pinned > 0 and step >= shared.pinned_until
+        return is_over or (is_loose > 0 and step >= shared.until)
 
     def look_again(self, request_id: str) -> None:
-        """Find anew until when others account for what a running request has pinned.
+        """Find anew until when others account for the prefix of a running request.
 
-        Answers may be longer than expected. Who entered later accounts for nothing.
+        Answers may be longer than expected. Who entered later accounts for nothing, and
+        the first one is alone for good, as is one that has had an event with what is
+        not pinned.
         """
         shared = self.of(request_id)
-        if not shared.pinned:
+        if not (shared.loose or shared.pinned):
             return
-        names = list(self.engine.running)
+        names, step = list(self.engine.running), self.engine.forecast.step
         later = frozenset(names[names.index(request_id) :])
         row = self.engine.manager.req_to_blocks[request_id]
-        releases = self._releases(row, shared.pinned, later)
-        until = max(releases, default=self.engine.forecast.step)
-        pinned = shared.pinned if releases else 0  # the first one is alone for good
-        self.by_request[request_id] = Shared(shared.loose, shared.until, pinned, until)
+        pins = self._releases(row, shared.pinned, later)
+        rest: list[int] = []
+        if shared.loose and not self.engine.planner.states[request_id].ordinal:
+            rest = self._releases(row, shared.pinned + shared.loose, later)
+        self.by_request[request_id] = Shared(
+            shared.loose if rest else 0,
+            max(rest, default=step),
+            shared.pinned if pins else 0,
+            max(pins, default=step),
+        )
