@@ -76,7 +76,13 @@ def parser() -> argparse.ArgumentParser:
         help="of keys and values in the cache",
     )
     add("--parts", nargs="+", choices=PARTS, default=["losses"])
-    add("--policies", nargs="+", default=[], metavar="NAME", help="`full` always runs")
+    add(
+        "--policies",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="`full` always runs, but for `load`",
+    )
     add("--budgets", nargs="+", type=int, default=[512], help="tokens per KV head")
     add("--intervals", nargs="+", type=int, default=[256], help="tokens")
     add("--texts", type=int, default=36, help="texts, or problems of each kind")
@@ -181,6 +187,12 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
     items = {part: PARTS[part].items(encode, texts, args.texts) for part in args.parts}
     if args.kinds:
         items = of_kinds(items, args.kinds)
+    most = max(map(len, items.values()))
+    if args.pool_share is not None and most % args.at_once:
+        raise ValueError(
+            f"at-once: got {args.at_once}, expected a divisor of {most}, the requests, "
+            "so that the pool is as small for all of them"
+        )
     longest = max(len(item.token_ids) for some in items.values() for item in some)
     settings = Settings(
         model=model,

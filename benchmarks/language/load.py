@@ -2,8 +2,9 @@
 
 A request has the text of a problem of `tasks` as its prompt. Its answer is given:
 stretches of a book, and behind each of them one of the problem's questions with the
-right answer. All requests come at once, the engine is set up as a server is by default,
-and its pool has a share of the bytes that all of them need. vLLM decodes the answer
+right answer. All requests come at once, engines are set up as servers are by default
+(full KV is stock vLLM, with its own blocks), and the pool has a share of the bytes that
+all of them need. vLLM decodes the answer
 token by token; each is scored by what was predicted before it was forced. An answer to
 a question is right if greedy decoding gives it there, as in `tasks`. Policies decode
 the same tokens, so right answers and tokens per second are of one and the same load.
@@ -20,7 +21,7 @@ import numpy as np
 
 from benchmarks.language import tasks
 from benchmarks.language.engines import Asker, Predicted, dropped_of
-from benchmarks.language.losses import DIGITS
+from benchmarks.language.losses import DIGITS, losses_of
 from benchmarks.language.tasks import Ids
 from benchmarks.language.texts import BOOK_NAMES, Encode, Text
 
@@ -109,8 +110,9 @@ def measure(
         policy,
         budget,
         forced=[one.said_ids for one in items],
+        salts=[f"{policy}/{budget}"] * len(items),
         ignore_eos=True,
-        logprobs=0,
+        logprobs=1,
     )
     tokens = sum(len(one.said_ids) for one in items)
     speed = tokens / (time.monotonic() - began)
@@ -125,10 +127,9 @@ def _answered(told: Told, output: Any, speed: float) -> Answered:
     (said,) = output.outputs
     if tuple(said.token_ids) != told.said_ids:
         raise RuntimeError(f"{told.id}: decoded other tokens than it was told")
-    pairs = zip(said.logprobs, told.said_ids, strict=True)
-    found = [entry[token] for entry, token in pairs]
-    losses = np.array([-one.logprob for one in found])
-    is_top = np.array([one.rank == 1 for one in found])
+    entries = [{t: one.logprob for t, one in each.items()} for each in said.logprobs]
+    losses = losses_of(entries, told.said_ids)
+    is_top = -losses >= np.array([max(entry.values()) for entry in entries])
     read = Predicted([{}] * (len(told.token_ids) - 1), dropped_of(output))
     return Answered(
         np.array([losses[start:end].mean() for start, end in told.scored]),

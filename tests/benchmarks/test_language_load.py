@@ -25,8 +25,13 @@ def told() -> load.Told:
     return load._told(problem, [tuple(range(200, 200 + 2 * load.STRETCH))])
 
 
+def logged(value: float) -> SimpleNamespace:
+    """Return what vLLM says of a token's probability."""
+    return SimpleNamespace(logprob=float(value))
+
+
 class Script(Asker):
-    """Gives the tokens that are forced, each at a rank that is told."""
+    """Gives the tokens that are forced; those of ranks above 1 have a better one."""
 
     def __init__(self, ranks: dict[int, int]) -> None:
         super().__init__(None, 8)
@@ -41,7 +46,8 @@ class Script(Asker):
                     SimpleNamespace(
                         token_ids=list(self.wrong or answer),
                         logprobs=[
-                            {token: SimpleNamespace(logprob=-float(rank), rank=rank)}
+                            {token: logged(-rank)}
+                            | ({-1: logged(0)} if rank > 1 else {})
                             for token in answer
                             for rank in [self.ranks.get(token, 1)]
                         ],

@@ -74,6 +74,8 @@ def test_a_suite_is_judged(tmp_path):
         "test_half.py::test_even",
     )
     assert verdicts[1]["result"] == "MISSED" and "1 passed" in verdicts[1]["test"]
+    unknown = judge("quarters")
+    assert unknown.returncode == 2 and "'quarters'" in unknown.stderr
     again = judge("thirds", "--against", output)
     assert again.returncode == 0 and "1 of 1 found" in again.stdout
     assert len(output.read_text().splitlines()) == 2

@@ -164,12 +164,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Judge the faults that are not judged yet; return 1 where one is not found."""
-    given = _parser().parse_args(arguments)
-    faults = [
-        fault
-        for fault in read_faults(given.list)
-        if not given.names or fault.name.startswith(tuple(given.names))
-    ]
+    parser = _parser()
+    given, faults = parser.parse_args(arguments), []
+    for fault in read_faults(given.list):
+        if not given.names or fault.name.startswith(tuple(given.names)):
+            faults.append(fault)
+    for name in given.names:
+        if not any(fault.name.startswith(name) for fault in faults):
+            parser.error(f"names: got {name!r}, with which no fault begins")
     known = read_verdicts(given.output)
     new = [f for f in faults if f.name not in known or known[f.name].digest != f.digest]
     given.output.parent.mkdir(parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,13 @@ from vllm_kvpolicy.block_manager.forecast import (
     is_worth,
 )
 from vllm_kvpolicy.block_manager.levels import Levels, Row, by_urgency, water_fill
+from vllm_kvpolicy.block_manager.other_groups import held_by_no_others
 from vllm_kvpolicy.block_manager.planner import Call, RequestState
 from vllm_kvpolicy.events import after_event
 from vllm_kvpolicy.observe.metrics import CEILING, ENTERING, GROWTH, PRIORITY
 
 SHARES = (1, 2, 4)  # parts of an interval by which all may grow, while they find room
-ROUNDS = 32  # steps over which the events of all are spread while nobody can enter
+EARLY = 32  # steps by which calls begin earlier where a few in each step suffice
 
 
 @dataclass
@@ -72,19 +74,9 @@ class Pressure:
 
     @property
     def lead_steps(self) -> int:
-        """Steps in which events that are called for now can have made room."""
+        """Steps in which events that are all called for now have made room."""
         rounds = len(self.engine.running) // self.engine.planner.limits.events_per_step
         return self._effect + rounds
-
-    def _at_once(self, coming: np.ndarray) -> int:
-        """Return the events of a call that come in one step, as each stalls everybody.
-
-        Args:
-            coming: see `_coming`; those who can enter wait for no more than they must.
-        """
-        few = math.ceil(len(self.engine.running) / ROUNDS)
-        most = self.engine.planner.limits.events_per_step
-        return most if coming.any() else max(1, min(few, most))
 
     @property
     def notice(self) -> int:
@@ -187,23 +179,23 @@ class Pressure:
     def _make_room(self, waiting: Sequence[Request]) -> None:
         manager, most = self.engine.manager, self.engine.forecast.most()
         lead = self.lead_steps
-        most += int(self._unforeseen(lead + ROUNDS)[-1])
+        most += int(self._unforeseen(lead + EARLY)[-1])
         if not waiting and most + manager.num_taken <= manager.num_usable:
             return  # without a look at what no booking accounts for
         usable, no_one = self.room(), np.zeros(lead + 1, np.int64)
         coming = self._coming(waiting) if waiting else no_one
         if most <= usable and not coming.any():
             return  # those who run fit to their ends
-        rounds = len(self.engine.running) // self._at_once(coming)
-        is_short = self._most(self._effect + rounds, no_one) > usable
-        if not is_short and self._most(lead, coming) <= usable:
+        is_short = self._most(lead, no_one) > usable
+        is_early = not (is_short or coming.any())
+        if not is_short and self._most(lead + is_early * EARLY, coming) <= usable:
             self._deepen(usable, coming)
             return
         rows = self._rows()
         if not rows:
             return
         cause = GROWTH
-        if not is_short:
+        if not (is_short or is_early):
             # Rows have their priorities only where vLLM schedules by priority.
             first = waiting[0].priority if self.engine.by_priority else 0
             is_urgent = any(row.priority > first for row in rows)
@@ -290,7 +282,7 @@ class Pressure:
         seen: set[Any] = set()
         for request in waiting:
             state = self.engine.planner.states.get(request.request_id)
-            start = tokens // self.engine.prompt_step
+            start = tokens // self.engine.step_tokens
             if start > lead:
                 break
             known = request.num_tokens
@@ -305,7 +297,7 @@ class Pressure:
                 cached = self._num_cached(request, seen)
             pinned = 0 if state is None else min(state.pinned, cached)
             more = np.minimum(levels, floor)
-            # It is cut no sooner.
+            # Until a call can have taken effect it holds all of it.
             more[: lead + 1] = np.maximum(more[: lead + 1], levels[: lead + 1])
             more -= pinned
             short, both = sorted((held, more), key=len)
@@ -349,10 +341,14 @@ class Pressure:
         return int((held + self.reserve(last))[first:].max())
 
     def _unforeseen(self, last: int) -> np.ndarray:
-        """Return [last + 1] int64: what requests without a booking grow by, at most."""
+        """Return [last + 1] int64: by what answers without a booking grow, on average.
+
+        How much their last superblocks have room for is not looked at.
+        """
         manager, booked = self.engine.manager, self.engine.forecast.bookings
         count = sum(each not in booked for each in manager.req_to_blocks)
-        return count * -(-np.arange(last + 1) // manager.block_size)
+        tokens = np.arange(last + 1) * (1 + self.engine.num_drafts)
+        return -(-count * tokens // manager.block_size)
 
     def _row(self, request_id: str) -> Row | None:
         """Return what can be asked of a request; None where it cannot be cut.
@@ -419,15 +415,18 @@ class Pressure:
         """Cut rows to the highest level with which the pool does not run short.
 
         That takes some steps. Where somebody finds no superblock in this one, rows that
-        can be cut at once are, to their floors, even if they end soon.
+        can be cut at once are, to their floors, even if they end soon. While there is
+        time, a call is for a few: each event delays its step for all who run.
         """
-        size, at_once = self.engine.planner.limits.block_size, self._at_once(coming)
-        last = self._effect + len(self.engine.running) // at_once + self.notice
+        limits = self.engine.planner.limits
+        size, last = limits.block_size, self.lead_steps + self.notice
+        last += EARLY if cause == GROWTH else 0
         lacking = self._most(last, coming, self._effect) - usable
         staying = [row for row in rows if not row.ends]
         chosen = self._to_level(staying, usable, coming)
         chosen = chosen or self._to_level(rows, usable, coming)
-        if lacking <= 0 or not chosen:
+        is_late = lacking <= 0 or not chosen
+        if is_late:
             lacking = int(self.engine.forecast.ahead(0).max(initial=0)) - usable
             now = [row for row in rows if not (row.wait or row.is_called)]
             chosen = Levels(now, size).cut_to(0)
@@ -437,11 +436,18 @@ class Pressure:
         # The others are cut when they are due, so that few windows are open at once.
         budgets = np.array([budget for _, budget in chosen])
         gains = Levels([row for row, _ in chosen], size).gains(budgets)
-        del chosen[int(np.searchsorted(gains.cumsum(), lacking)) + 1 :]
+        gains = gains.cumsum()
+        del chosen[int(np.searchsorted(gains, lacking)) + 1 :]
         self.level = min(budget for _, budget in chosen)
-        place = 0
+        most, place = len(chosen), 0
+        if not is_late and cause != PRIORITY:
+            at_once = self._most(self._effect, coming, self._effect) - usable
+            needed = int(np.searchsorted(gains, at_once)) + 1 if at_once > 0 else 0
+            most = max(needed, math.ceil(len(self.engine.running) / EARLY))
         for row, budget in chosen:
-            delay = 0 if row.is_called else place // at_once
+            if place >= most and not row.is_called:
+                continue
+            delay = 0 if row.is_called else place // limits.events_per_step
             place += not row.is_called
             position = min(row.position + delay, row.latest)
             self._have(row.request_id, Call(position, row.pinned + budget), cause)
@@ -467,18 +473,24 @@ class Pressure:
         return sorted(chosen, key=by_urgency)
 
     def _to_floors(self, rows: list[Row]) -> list[tuple[Row, int]]:
-        """Return all that can be cut, to their floors; nobody where that gains nothing.
+        """Return those who gain something at their floors, alone or together.
 
         Superblocks that several hold come back once, when all of these have been cut.
         """
         manager, size = self.engine.manager, self.engine.planner.limits.block_size
-        levels = Levels(
-            [replace(row, whole=row.whole + row.shared) for row in rows], size
-        )
-        names = [row.request_id for row in rows if row.shared]
-        comes_back = manager.num_taken - manager.num_staying(names)
-        again = sum(map(manager.num_held, names)) - comes_back
-        return levels.cut_to(0) if levels.gain(0) > again else []
+        sharing = [row for row in rows if row.shared]
+        prefixes = [
+            manager.req_to_blocks[row.request_id][row.pinned // size :][: row.shared]
+            for row in sharing
+        ]
+        whole = [replace(row, whole=row.whole + row.shared) for row in sharing]
+        again = sum(map(len, prefixes)) - held_by_no_others(chain(*prefixes))
+        gain = Levels(whole, size).gain(0) - again
+        if gain <= Levels(sharing, size).gain(0):
+            return Levels(rows, size).cut_to(0)
+        together = {row.request_id for row, _ in Levels(whole, size).cut_to(0)}
+        alone = {row.request_id for row, _ in Levels(rows, size).cut_to(0)}
+        return [(row, row.floor) for row in rows if row.request_id in together | alone]
 
 
 def at_floor(levels: np.ndarray, floor: float, pins: np.ndarray) -> np.ndarray:

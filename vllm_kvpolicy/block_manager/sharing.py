@@ -114,9 +114,9 @@ class Sharing:
     def is_over(self, request_id: str) -> bool:
         """Return whether those who account for its prefix should have ended."""
         shared, step = self.of(request_id), self.engine.forecast.step
-        is_loose = shared.loose and not self.engine.planner.states[request_id].ordinal
+        has_events = self.engine.planner.states[request_id].ordinal > 0
         is_over = shared.pinned > 0 and step >= shared.pinned_until
-        return is_over or (is_loose > 0 and step >= shared.until)
+        return is_over or (shared.loose > 0 and not has_events and step >= shared.until)
 
     def look_again(self, request_id: str) -> None:
         """Find anew until when others account for the prefix of a running request.
