@@ -445,8 +445,8 @@ class Pressure:
             needed = int(np.searchsorted(gains, at_once)) + 1 if at_once > 0 else 0
             most = max(needed, math.ceil(len(self.engine.running) / EARLY))
         for row, budget in chosen:
-            if place >= most and not row.is_called:
-                continue
+            if place >= most and not (row.is_called or row.shared):
+                continue  # sharers only together give back what they share
             delay = 0 if row.is_called else place // limits.events_per_step
             place += not row.is_called
             position = min(row.position + delay, row.latest)
