@@ -337,21 +337,31 @@ SHARED_PREFIX = {
 
 
 @pytest.mark.parametrize(
-    ("pool", "count", "answer", "may_stop"),
-    [(130, 8, 400, True), (200, 16, 150, False), (108, 16, 150, False)],
+    ("pool", "count", "answer", "may_stop", "pays"),
+    [
+        (130, 8, 400, True, False),
+        (200, 16, 150, False, False),
+        (108, 16, 150, False, False),
+        (90, 8, 350, False, True),
+    ],
 )
 def test_a_prefix_that_several_hold_is_held_once(
-    pool: int, count: int, answer: int, may_stop: bool, model_config: ModelConfig
+    pool: int,
+    count: int,
+    answer: int,
+    may_stop: bool,
+    pays: bool,
+    model_config: ModelConfig,
 ) -> None:
-    """All fit, or all but one or two, and to cut them would take more superblocks."""
+    """All fit, or to cut them would take more superblocks, or it pays."""
     policy = {**MIX.policy, "policy": "tova", "budget": 256}
     scenario = replace(MIX, policy=policy, pool=pool, **SHARED_PREFIX)
     load = [544] * count, [answer] * count, dict.fromkeys(range(1, count), 3), may_stop
     run = serve(scenario, model_config, *load)
     none = {number: {"kv_policy": "none"} for number in range(count)}
     stock = serve(scenario, model_config, *load, extra_args=none)
-    assert not run.events and run.preemptions <= stock.preemptions
-    assert run.steps <= stock.steps
+    assert bool(run.events) == pays and run.preemptions <= stock.preemptions
+    assert run.steps <= stock.steps - pays * 80
 
 
 @pytest.mark.parametrize(("without", "pool"), [([0], 84), ([0, 1, 2], 92)])
@@ -721,6 +731,24 @@ def test_who_can_be_cut_at_once_is_when_somebody_is_stopped() -> None:
     cut.clear()
     Pressure._call(pressure, rows, 70, nobody, "growth")
     assert not cut
+
+
+def test_events_of_a_step_are_looked_at_again_where_no_call_is_due() -> None:
+    """The pool runs short in the end, but not before one that is called for now."""
+    done: list[str] = []
+    manager = SimpleNamespace(num_taken=10, num_usable=12)
+    forecast = SimpleNamespace(most=lambda: 20)
+    pressure: Any = SimpleNamespace(
+        engine=SimpleNamespace(manager=manager, forecast=forecast),
+        lead_steps=5,
+        room=lambda: 12,
+        _unforeseen=lambda last: np.zeros(last + 1, np.int64),
+        _most=lambda last, coming: 10,
+        _deepen=lambda usable, coming: done.append("deepened"),
+        _rows=lambda: done.append("called") or [],
+    )
+    Pressure._make_room(pressure, [])
+    assert done == ["deepened"]
 
 
 def test_who_is_cut_after_others_is_so_before_the_next_window_opens() -> None:
