@@ -848,6 +848,7 @@ def test_windows_are_reserved_again_when_called_ones_close() -> None:
     pressure: Any = SimpleNamespace(
         engine=engine,
         _windows={"r0": (0.5, 2), "r1": (0.5, 2)},
+        _one_window=2,
         _wanted=None,
         _called={"r0": 2},
     )

@@ -106,8 +106,9 @@ class RequestState:
         passed: position of the last event, -1 before the first.
         first_passed: position of the first event, -1 before it.
         call: the event that has been called for, until it has run.
-        inside: first and last + 1 of the positions at which it has events as inside a
-            prompt, because what it begins with does not fit whole; None for none.
+        inside: first and last + 1 of the positions at which it has the events of its
+            plan, because what it begins with does not fit whole: a prompt, or a prompt
+            and an answer that are computed again. None for none.
         most_held: most superblocks held just before some were given back.
         dropped: by serial, the position of each event, how many tokens had been
             dropped after it, per KV head, mean over layers and heads, and its budget.
@@ -140,16 +141,13 @@ class RequestState:
     def usable_hit(self, num_cached: int) -> int:
         """Return how many cached tokens it takes.
 
-        All, if its events are called for. But where it was let in with events inside
-        its prompt and found no superblock, those before the first of these, whose
-        window may take more than the pool has if it comes behind a long hit.
+        All, if its events are called for. But where it was let in with events of its
+        own and found no superblock, those before the first of these, whose window may
+        take more than the pool has if it comes behind a long hit.
         """
-        if not (self.plan.is_called and self.plan.takes_hits):
-            return self.plan.usable_hit(num_cached)
-        if self.inside is None:
-            return num_cached
-        first = self.footprint.events.next_inside(self.plan.before_event + 1)
-        return min(self.plan.cached_before(first), num_cached)
+        is_free = self.plan.is_called and self.inside is None
+        takes_all = is_free and self.plan.takes_hits
+        return num_cached if takes_all else self.plan.usable_hit(num_cached)
 
     def next_event(self, position: int) -> int:
         """Return the first event position >= `position`; NO_STEP for none known."""
@@ -159,7 +157,7 @@ class RequestState:
         found = NO_STEP
         if self.inside is not None:
             first, end = self.inside
-            found = events.next_inside(max(position, first))
+            found = events.next_event(max(position, first))
             found = found if found < end else NO_STEP
         if self.call is not None and self.call.position >= position:
             return min(found, self.call.position)

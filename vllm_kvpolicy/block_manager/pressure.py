@@ -88,6 +88,11 @@ class Pressure:
         """Steps from a call to what comes back."""
         return self.notice + self.engine.late_steps + 1
 
+    @property
+    def _one_window(self) -> int:
+        """Most superblocks of one window."""
+        return max((blocks for _, blocks in self._windows.values()), default=0)
+
     def reserve(self, last: int) -> np.ndarray:
         """Return [last + 1] int64: superblocks of windows that may still be called for.
 
@@ -95,9 +100,8 @@ class Pressure:
         that have been called for, until their events.
         """
         if self._wanted is None:
-            one = max((blocks for _, blocks in self._windows.values()), default=0)
             mean = sum(share * blocks for share, blocks in self._windows.values())
-            self._wanted = max(math.ceil(mean), one)
+            self._wanted = max(math.ceil(mean), self._one_window)
         found, engine = np.full(last + 1, self._wanted), self.engine
         for request_id in list(self._called):
             call = engine.planner.states[request_id].call
@@ -184,8 +188,10 @@ class Pressure:
             return  # without a look at what no booking accounts for
         usable, no_one = self.room(), np.zeros(lead + 1, np.int64)
         coming = self._coming(waiting) if waiting else no_one
-        if most <= usable and not coming.any():
-            return  # those who run fit to their ends
+        if most <= usable:  # those who run fit to their ends
+            soon = int(self.engine.forecast.ahead(self._effect).max(initial=0))
+            if not coming.any() or soon + self._one_window > usable:
+                return  # no call, or not even one that has room for its window
         is_short = self._most(lead, no_one) > usable
         is_early = not (is_short or coming.any())
         if not is_short and self._most(lead + is_early * EARLY, coming) <= usable:

@@ -147,8 +147,8 @@ class CacheCheck:
             name = request.request_id
             state = scheduler.kv_policy_planner.states.get(name)
             first = asked[name].plan and asked[name].plan.next_event(1)
-            if state is not None and state.plan.is_called:
-                first = state.inside and self._first_inside(asked[name])
+            if state is not None and state.plan.is_called and state.inside is None:
+                first = None
             expected = self._hit(asked[name], request.num_tokens, first)
             check(found[1] == expected, name, "hits", found[1], "instead of", expected)
             lengths = {len(blocks) * self.block_size for blocks in found[0].blocks}
@@ -173,10 +173,6 @@ class CacheCheck:
             self._note(name, manager.req_to_blocks[name], asked[name], last)
 
         manager.cache_blocks = noting
-
-    def _first_inside(self, asked: Asked) -> int:
-        """Return where a called policy's first event inside a prompt may come."""
-        return asked.plan.next_inside(max(asked.window, self.num_drafts) + 1)
 
     def _hit(self, asked: Asked, num_tokens: int, first: int | None) -> int:
         """Return how many tokens a request should take from the cache.
