@@ -169,9 +169,9 @@ def test_signals_are_those_of_the_v1_runner(
 def test_prompts_from_the_cache_give_the_same_answers(
     v1: dict[str, Any], v2: dict[str, Any], name: str
 ) -> None:
-    """Two of three requests begin with the block that the first computes."""
+    """The second request begins with the block that the first computes."""
     for runner in (v1, v2):
         found = runner[f"{name} shared"]
-        assert found["hits"][:3] == [0, 32, 32]
+        assert found["hits"][:2] == [0, 32]
         assert found["tokens"] == found["cold"] and found["events"] >= MIN_EVENTS
     assert v1[f"{name} shared"]["tokens"] == v2[f"{name} shared"]["tokens"]
