@@ -393,10 +393,11 @@ def fetch_pretrained() -> str:
 
 
 def attend(options: argparse.Namespace, server_pid: int) -> None:
-    """Print how to call the server once it answers, and end it if Ctrl-C does not.
+    """Print how to call the server once it answers, and end it if it does not.
 
-    After Ctrl-C vLLM stops its engine, and then waits for every client that holds a
-    connection open. Who asks it to wait for requests (`--shutdown-timeout`) ends it.
+    Told to stop, by Ctrl-C or a signal to it alone, vLLM stops its engine and listens
+    no more, and then waits for every client that holds a connection open. Who asks it
+    to wait for requests (`--shutdown-timeout`) ends it.
 
     Args:
         server_pid: process id of the server, our parent.
@@ -409,11 +410,11 @@ def attend(options: argparse.Namespace, server_pid: int) -> None:
     words = [word.replace("_", "-") for word in options.extra]
     may_end = not any(word.startswith("--shutdown-timeout") for word in words)
     while os.getppid() == server_pid:
+        if is_ready and not stopped and not answers(host, int(options.port)):
+            stopped.append(time.monotonic())
         if may_end and stopped and time.monotonic() > stopped[0] + GRACE_SECONDS:
-            told = (
-                f"{GRACE_SECONDS} s after Ctrl-C vLLM waits for clients: server killed"
-            )
-            print(told, flush=True)
+            told = f"told to stop {GRACE_SECONDS} s ago, vLLM waits for clients"
+            print(f"{told}: server killed", flush=True)
             end(server_pid)
             return
         if not is_ready and not stopped and listens(server_pid, int(options.port)):
@@ -422,6 +423,20 @@ def attend(options: argparse.Namespace, server_pid: int) -> None:
                 print(how_to_call(options, root, chosen_floor(root)), flush=True)
                 is_ready = True
         time.sleep(POLL_SECONDS)
+    if not (is_ready or stopped):
+        told = "the server ended before it answered: the first error above says why"
+        print(told, file=sys.stderr, flush=True)
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether somebody listens on a port, though too busy to answer."""
+    try:
+        socket.create_connection((host.strip("[]"), port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def end(server_pid: int) -> None:

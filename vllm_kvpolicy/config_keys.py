@@ -217,10 +217,11 @@ def request_keys(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
         if key in known:
             asked[key] = value
         elif key.startswith("kv_") and key not in _VLLM_REQUEST_KEYS:
-            what = "server's own" if key[3:] in VALID_KEYS else "unknown"
+            what = f"unknown key {shown(key)}{nearest(key, known)}"
+            if key[3:] in VALID_KEYS:
+                what = f"server's own key {shown(key)}"
             raise ValueError(
-                f"vllm_xargs: got the {what} key {shown(key)}{nearest(key, known)}, "
-                f"expected one of {', '.join(known)}"
+                f"vllm_xargs: got the {what}, expected one of {', '.join(known)}"
             )
     return asked
 

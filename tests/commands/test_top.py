@@ -108,7 +108,9 @@ def frame_of(server: LiveServer, capsys: pytest.CaptureFixture) -> list[str]:
 
 
 def test_a_frame(clock, capsys):
-    engine = engine_state(["short", "waits", "long"], preemptions_bounded=2)
+    ended = {"bounded_requests": 9, "uncut_requests": 5}
+    names = ["short", "waits", "long"]
+    engine = engine_state(names, preemptions_bounded=2, **ended)
     short, waits, long = engine["requests"]
     short |= {"computed": 60, "held": 60, "uncut": True, "events": 0}
     waits |= {"running": False, "computed": 0, "held": 0, "blocks": 0}
@@ -126,13 +128,14 @@ def test_a_frame(clock, capsys):
     # 5 of 30 superblocks hold local tokens, 2 survivors.
     assert lines[2].endswith(f"[#####=={'.' * 25}] 23% of 30 superblocks")
     assert lines[3].strip() == "# 5 local, = 2 survivors; stock would hold 9"
-    assert lines[4].endswith(
-        "2 run, 1 wait; stock could run 1; 2 preemptions since the start"
+    assert lines[4].endswith("2 run, 1 wait; stock could run 1")
+    assert lines[5].strip() == (
+        "since the start 2 preemptions, 20 events; 4 of 9 that ended were cut"
     )
-    assert lines[5].endswith(
+    assert lines[6].endswith(
         "5.0 events, 160 tokens dropped per head, 100 generated, 0 of prompts"
     )
-    assert [" ".join(line.split()) for line in lines[7:]] == [
+    assert [" ".join(line.split()) for line in lines[8:]] == [
         "request policy computed held kept least blocks events",
         "long ams-tova 4,000 1,000 25% 64 32 7",
         "short ams-tova 60 60 all 64 3 0",
@@ -280,9 +283,9 @@ def test_a_terminal_shows_what_fits_and_gets_its_screen_back(
         assert command.main(["top", "--url", url]) == 130
     printed = capsys.readouterr()
     assert printed.out.count("\x1b[?1049h") == printed.out.count("\x1b[?1049l") == 1
-    # Six lines of the head, a blank one, names of columns, 6 requests, and the rest.
-    assert printed.out.count("and 14 more") == 3
-    assert "r05" in printed.out and "r06" not in printed.out
+    # Seven lines of the head, a blank one, names of columns, 5 requests, and the rest.
+    assert printed.out.count("and 15 more") == 3
+    assert "r04" in printed.out and "r05" not in printed.out
     assert not printed.err
 
 

@@ -95,13 +95,16 @@ def engines(*policies: str) -> list[Any]:
 def speculating(scenario: Scenario, turn: int) -> Scenario:
     """Let an engine speculate; events begin when as much is held as a step drafts.
 
-    Two of four engines have a prefix cache.
+    Two of four engines have a prefix cache. Where a step has no room for one request's
+    drafts, vLLM never lets one in whose prompt the cache has but for a token.
     """
     drafts, policy = (4, 1, 3, 12, 24)[turn % 5], scenario.policy
+    most = max(scenario.max_batched, 1 + drafts)
     recent = max(policy["recent"], drafts - scenario.block_size)
     budget = max(policy["budget"], policy["sinks"] + recent + scenario.block_size)
     policy = policy | {"recent": recent, "budget": budget}
-    return replace(scenario, policy=policy, drafts=drafts, caching=turn % 4 < 2)
+    scenario = replace(scenario, max_batched=most, caching=turn % 4 < 2)
+    return replace(scenario, policy=policy, drafts=drafts)
 
 
 def beside_windows(scenario: Scenario, turn: int) -> Scenario:

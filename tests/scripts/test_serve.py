@@ -366,21 +366,35 @@ server = os.getpid()
 if not os.fork():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     options = SimpleNamespace(host="127.0.0.1", port="9", extra=[])
-    serve.listens = lambda *given: print("attended", flush=True)
+    serve.listens = lambda *given: print("attended", flush=True) or is_left
+    serve.urllib.request.urlopen = lambda *given, **more: None
+    serve.how_to_call = serve.chosen_floor = lambda *given: "it answers"
     serve.attend(options, server)
     os._exit(0)
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-time.sleep(60)
+time.sleep(60 if waits else 1)
 """
 
 
-def test_a_server_that_waits_for_its_clients_is_ended() -> None:
-    command, folder = [sys.executable, "-c", HANGS], Path(serve.__file__).parent
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_a_server_that_waits_for_its_clients_is_ended(is_interrupted: bool) -> None:
+    """Interrupted with its group, or told alone: then it listens no more."""
+    code = f"waits, is_left = True, {not is_interrupted}{HANGS}"
+    command, folder = [sys.executable, "-c", code], Path(serve.__file__).parent
     with subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, start_new_session=True, text=True
     ) as server:
         assert server.stdout is not None and "attended" in server.stdout.readline()
-        os.killpg(server.pid, signal.SIGINT)
-        told = "0.5 s after Ctrl-C vLLM waits for clients: server killed"
+        if is_interrupted:
+            os.killpg(server.pid, signal.SIGINT)
+        told = "told to stop 0.5 s ago, vLLM waits for clients: server killed"
         assert told in server.stdout.read()
     assert server.returncode == -signal.SIGKILL
+
+
+def test_a_server_that_cannot_start_is_said_to_have_ended() -> None:
+    """What vLLM prints last does not say why."""
+    command = [sys.executable, "-c", f"waits = is_left = False{HANGS}"]
+    folder = Path(serve.__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert "the first error above says why" in done.stderr

@@ -132,9 +132,19 @@ def _counts(engines: Sequence[Engine]) -> str:
     told = f"{running:,} run, {waiting:,} wait"
     if could < running:
         told += f"; stock could run {could:,}"
-    names = "preemptions_bounded", "preemptions_unbounded"
-    preempted = sum(each["counters"].get(name, 0) for each in engines for name in names)
-    return f"{told}; {preempted:,.0f} preemptions since the start"
+
+    def total(*names: str) -> int:
+        return sum(
+            int(engine["counters"].get(name, 0)) for engine in engines for name in names
+        )
+
+    ended = total("bounded_requests")
+    return (
+        f"{told}\nsince the start "
+        f"{total('preemptions_bounded', 'preemptions_unbounded'):,} preemptions, "
+        f"{total('events'):,} events; {ended - total('uncut_requests'):,} of {ended:,} "
+        "that ended were cut"
+    )
 
 
 def _rates(rates: Rates) -> str:
