@@ -440,8 +440,7 @@ class KVPolicyConfig:
             )
         if policy_name not in self.policies:
             allowed = ", ".join(map(repr, self.policies))
-            expected = f"'none' or one that the server allows: {allowed}"
-            expected += " (`allow` of its --kv-policy-config names more)"
+            expected = f"'none' or one that the server allows: {allowed} (see `allow`)"
             raise wrong("kv_policy", policy_name, expected)
         changes: dict[str, Any] = {}
         if policy_name != self.policy:
