@@ -413,7 +413,7 @@ def attend(options: argparse.Namespace, server_pid: int) -> None:
         if is_ready and not stopped and not answers(host, int(options.port)):
             stopped.append(time.monotonic())
         if may_end and stopped and time.monotonic() > stopped[0] + GRACE_SECONDS:
-            told = f"told to stop {GRACE_SECONDS} s ago, vLLM waits for clients"
+            told = f"vLLM stopped {GRACE_SECONDS} s ago and waits for its clients"
             print(f"{told}: server killed", flush=True)
             end(server_pid)
             return
@@ -424,8 +424,9 @@ def attend(options: argparse.Namespace, server_pid: int) -> None:
                 is_ready = True
         time.sleep(POLL_SECONDS)
     if not (is_ready or stopped):
-        told = "the server ended before it answered: the first error above says why"
-        print(told, file=sys.stderr, flush=True)
+        told = f"the server ended and had not answered on port {options.port}"
+        why = "if nobody stopped it, the first error above says why"
+        print(f"{told}; {why}", file=sys.stderr, flush=True)
 
 
 def answers(host: str, port: int) -> bool:

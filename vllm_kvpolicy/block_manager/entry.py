@@ -123,7 +123,7 @@ class Entry(EngineState):
             if state.plan.is_called:
                 may_enter = self._fits_by_floors(request, state, levels)
                 if not may_enter:
-                    # Not whole, so with events inside its prompt, as in `always`.
+                    # Not whole, so with the events of its plan, as in `always`.
                     first = computed + state.footprint.window_tokens + 1
                     self.planner.plan_inside(request_id, (first, request.num_tokens))
                     num_new = min(num_new, state.target - computed)

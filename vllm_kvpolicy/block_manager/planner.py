@@ -325,7 +325,7 @@ class Planner:
         self.states.pop(request_id, None)
 
     def plan_inside(self, request_id: str, inside: tuple[int, int] | None) -> None:
-        """Give a request that enters events as inside a prompt, or none."""
+        """Give a request that enters the events of its plan there, or none."""
         state = self.states[request_id]
         state.inside = inside
         state.target = state.next_event(state.computed)
