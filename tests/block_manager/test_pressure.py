@@ -838,6 +838,25 @@ def test_an_urgent_event_is_no_deeper_while_others_can_be_cut(
     assert cut == deeper
 
 
+def test_one_that_is_called_may_be_cut_deeper_without_a_further_window() -> None:
+    """Others need the smallest of theirs; who keeps its own events is not called."""
+    sizes = {"r0": 8, "r1": 3, "r2": 0}
+    states = {
+        name: SimpleNamespace(
+            plan=SimpleNamespace(is_called=bool(blocks)),
+            footprint=SimpleNamespace(window_blocks=blocks),
+            call=None,
+        )
+        for name, blocks in sizes.items()
+    }
+    planner = SimpleNamespace(states=states)
+    engine = SimpleNamespace(planner=planner, running=dict.fromkeys(sizes))
+    pressure: Any = SimpleNamespace(engine=engine)
+    assert Pressure._least_window(pressure) == 3
+    states["r0"].call = Call(110, 96)
+    assert Pressure._least_window(pressure) == 0
+
+
 def test_windows_are_reserved_again_when_called_ones_close() -> None:
     """Two are open half of the time; one has been called for, three steps from now."""
     state = SimpleNamespace(call=Call(110, 96))
@@ -848,7 +867,6 @@ def test_windows_are_reserved_again_when_called_ones_close() -> None:
     pressure: Any = SimpleNamespace(
         engine=engine,
         _windows={"r0": (0.5, 2), "r1": (0.5, 2)},
-        _one_window=2,
         _wanted=None,
         _called={"r0": 2},
     )

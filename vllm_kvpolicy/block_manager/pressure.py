@@ -88,11 +88,6 @@ class Pressure:
         """Steps from a call to what comes back."""
         return self.notice + self.engine.late_steps + 1
 
-    @property
-    def _one_window(self) -> int:
-        """Most superblocks of one window."""
-        return max((blocks for _, blocks in self._windows.values()), default=0)
-
     def reserve(self, last: int) -> np.ndarray:
         """Return [last + 1] int64: superblocks of windows that may still be called for.
 
@@ -101,7 +96,8 @@ class Pressure:
         """
         if self._wanted is None:
             mean = sum(share * blocks for share, blocks in self._windows.values())
-            self._wanted = max(math.ceil(mean), self._one_window)
+            most = max((blocks for _, blocks in self._windows.values()), default=0)
+            self._wanted = max(math.ceil(mean), most)
         found, engine = np.full(last + 1, self._wanted), self.engine
         for request_id in list(self._called):
             call = engine.planner.states[request_id].call
@@ -190,7 +186,7 @@ class Pressure:
         coming = self._coming(waiting) if waiting else no_one
         if most <= usable:  # those who run fit to their ends
             soon = int(self.engine.forecast.ahead(self._effect).max(initial=0))
-            if not coming.any() or soon + self._one_window > usable:
+            if not coming.any() or soon + self._least_window() > usable:
                 return  # no call, or not even one that has room for its window
         is_short = self._most(lead, no_one) > usable
         is_early = not (is_short or coming.any())
@@ -207,6 +203,19 @@ class Pressure:
             is_urgent = any(row.priority > first for row in rows)
             cause = PRIORITY if is_urgent else ENTERING
         self._call(rows, usable, coming, cause)
+
+    def _least_window(self) -> int:
+        """Return the superblocks of a window that the next call takes, at least.
+
+        None where one has been called already, which may become deeper.
+        """
+        states = map(self.engine.planner.states.__getitem__, self.engine.running)
+        windows = (
+            0 if state.call is not None else state.footprint.window_blocks
+            for state in states
+            if state.plan.is_called
+        )
+        return min(windows, default=0)
 
     def _deepen(self, usable: int, coming: np.ndarray) -> None:
         """Have the events of this step leave less where the pool will run short.
