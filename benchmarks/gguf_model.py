@@ -1,11 +1,13 @@
-"""Writes a GGUF file of the Llama architecture as a model folder of Transformers.
+"""Writes a GGUF file of SmolLM2 or Qwen2 as a model folder of Transformers.
 
-GGUF stores queries and keys with their rotary pairs side by side, and the tokenizer as
-lists of tokens and merges. What SmolLM2's file needs is known; the rest is refused.
+GGUF stores the tokenizer as lists of tokens and merges, and the queries and keys of
+Llama's architecture with their rotary pairs side by side. What the files of these two
+families need is known; the rest is refused.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,15 @@ import numpy as np
 import torch
 from gguf import GGUFReader, dequantize
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 FILES = (
     "config.json",
@@ -23,8 +33,8 @@ FILES = (
     "tokenizer_config.json",
 )
 """What `convert` writes."""
-ARCHITECTURE, PRE_TOKENIZER = "llama", "smollm"
-CONTROL_TOKEN = 3
+CONTROL_TOKEN, USER_TOKEN = 3, 4
+"""Types of tokens that text is never split across; users see the second in text."""
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 OUTER_NAMES = {
     EMBEDDING: "model.embed_tokens.weight",
@@ -43,8 +53,37 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 """Name in a block of the GGUF file -> name in a layer of the model folder."""
+QWEN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""What Qwen2's tokenizer takes as a word (technical report, section 2.1)."""
 
 Fields = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What models of one architecture have in common.
+
+    Attributes:
+        model_class: of Transformers and vLLM.
+        pre_tokenizer: its name in GGUF.
+        has_pairs: rotary pairs stand side by side in the file.
+        own_config: of `config.json`.
+    """
+
+    model_class: str
+    pre_tokenizer: str
+    has_pairs: bool
+    own_config: Mapping[str, Any]
+
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", "smollm", True, {"attention_bias": False}),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2", False, {"use_sliding_window": False}),
+}
+"""By architecture."""
 
 
 def convert(source: Path, folder: Path) -> None:
@@ -55,15 +94,22 @@ def convert(source: Path, folder: Path) -> None:
     """
     reader = GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    expect(fields, "general.architecture", ARCHITECTURE)
-    expect(fields, "tokenizer.ggml.pre", PRE_TOKENIZER)
+    architecture = fields.get("general.architecture")
+    if architecture not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise ValueError(
+            f"general.architecture: got {architecture!r}, expected {known}"
+        )
+    family = FAMILIES[architecture]
+    expect(fields, "tokenizer.ggml.pre", family.pre_tokenizer)
     tensors = {
         tensor.name: dequantize(tensor.data, tensor.tensor_type)
         for tensor in reader.tensors
     }
     config = model_config(fields, is_tied=OUTPUT not in tensors)
     tokens = {name: config[name] for name in config if name.endswith("_token_id")}
-    save_file(weights(tensors, config), folder / "model.safetensors", {"format": "pt"})
+    parameters = weights(tensors, config, family)
+    save_file(parameters, folder / "model.safetensors", {"format": "pt"})
     build_tokenizer(fields).save(str(folder / "tokenizer.json"))
     for name, values in {
         "config.json": config,
@@ -80,7 +126,7 @@ def expect(fields: Fields, name: str, wanted: str) -> None:
 
 
 def weights(
-    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any]
+    tensors: Mapping[str, np.ndarray], config: Mapping[str, Any], family: Family
 ) -> dict[str, torch.Tensor]:
     """Return the parameters of the model folder, bfloat16.
 
@@ -97,15 +143,17 @@ def weights(
     found = {}
     for name, tensor in tensors.items():
         block, _, rest = name.removeprefix("blk.").partition(".")
-        part = rest.removesuffix(".weight")
+        part, _, kind = rest.partition(".")
         if name in OUTER_NAMES:
             target = OUTER_NAMES[name]
-        elif block.isdecimal() and rest.endswith(".weight") and part in LAYER_NAMES:
-            target = f"model.layers.{block}.{LAYER_NAMES[part]}.weight"
-            if part in heads:
+        elif block.isdecimal() and kind in ("weight", "bias") and part in LAYER_NAMES:
+            target = f"model.layers.{block}.{LAYER_NAMES[part]}.{kind}"
+            if family.has_pairs and part in heads:
                 tensor = halves_of_pairs(tensor, heads[part])
         else:
-            raise ValueError(f"tensors: {name!r} has no place in a Llama model")
+            raise ValueError(
+                f"tensors: {name!r} has no place in a {family.model_class}"
+            )
         values = torch.from_numpy(np.array(tensor, dtype=np.float32, order="C"))
         found[target] = values.to(torch.bfloat16)
     return found
@@ -127,16 +175,19 @@ def halves_of_pairs(projection: np.ndarray, heads: int) -> np.ndarray:
 
 def model_config(fields: Fields, is_tied: bool) -> dict[str, Any]:
     """Return the content of `config.json`."""
+    architecture = fields["general.architecture"]
+    family = FAMILIES[architecture]
 
     def of_model(name: str) -> Any:
-        return fields[f"{ARCHITECTURE}.{name}"]
+        return fields[f"{architecture}.{name}"]
 
     hidden, heads = of_model("embedding_length"), of_model("attention.head_count")
     # The file has float32, in which 1e-5 is 9.999999747e-06.
     epsilon = float(f"{of_model('attention.layer_norm_rms_epsilon'):.6g}")
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": [family.model_class],
+        "model_type": architecture,
+        **family.own_config,
         "hidden_size": hidden,
         "intermediate_size": of_model("feed_forward_length"),
         "num_hidden_layers": of_model("block_count"),
@@ -152,7 +203,6 @@ def model_config(fields: Fields, is_tied: bool) -> dict[str, Any]:
         "vocab_size": len(fields["tokenizer.ggml.tokens"]),
         "tie_word_embeddings": is_tied,
         "hidden_act": "silu",
-        "attention_bias": False,
         "dtype": "bfloat16",
         "bos_token_id": fields["tokenizer.ggml.bos_token_id"],
         "eos_token_id": fields["tokenizer.ggml.eos_token_id"],
@@ -161,17 +211,23 @@ def model_config(fields: Fields, is_tied: bool) -> dict[str, Any]:
 
 
 def build_tokenizer(fields: Fields) -> Tokenizer:
-    """Return the byte-level BPE tokenizer, which reads digits one by one."""
+    """Return the byte-level BPE tokenizer, which reads digits one by one.
+
+    Qwen2's splits as its report says: contractions, words with at most one sign before
+    them, digits, signs with the line ends behind them, and white space.
+    """
     tokens = fields["tokenizer.ggml.tokens"]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(pair.split(" ")) for pair in fields["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
+    is_qwen = fields["general.architecture"] == "qwen2"
+    if is_qwen:
+        tokenizer.normalizer = normalizers.NFC()
+        first = pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated")
+    else:
+        first = pre_tokenizers.Digits(individual_digits=True)
+    rest = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not is_qwen)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, rest])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = fields["tokenizer.ggml.token_type"]
     tokenizer.add_special_tokens(
@@ -179,6 +235,13 @@ def build_tokenizer(fields: Fields) -> Tokenizer:
             AddedToken(token, special=True, normalized=False)
             for token, kind in zip(tokens, kinds, strict=True)
             if kind == CONTROL_TOKEN
+        ]
+    )
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=False, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == USER_TOKEN
         ]
     )
     return tokenizer
@@ -191,10 +254,11 @@ def tokenizer_config(fields: Fields) -> dict[str, Any]:
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         **{
-            f"{name}_token": tokens[fields[f"tokenizer.ggml.{word}_token_id"]]
+            f"{name}_token": tokens[fields[key]]
             for name, word in named.items()
+            if (key := f"tokenizer.ggml.{word}_token_id") in fields
         },
         "chat_template": fields["tokenizer.chat_template"],
-        "model_max_length": fields[f"{ARCHITECTURE}.context_length"],
+        "model_max_length": fields[f"{fields['general.architecture']}.context_length"],
         "clean_up_tokenization_spaces": False,
     }

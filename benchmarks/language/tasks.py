@@ -124,12 +124,18 @@ def problems(
         length: tokens of the text, the token before all texts included.
         seed: SELECTION_SEED, SEED, or another.
         texts: all of `texts.read_texts`, of at least PIECE tokens; problems are made of
-            the books.
+            the books, as far as the tokenizer has lines of them end in a token of their
+            own.
 
     Raises:
         ValueError: a text is shorter, or the length is more than the books have.
     """
-    books = [text.token_ids[:PIECE] for text in texts if text.kind in BOOK_NAMES]
+    (line_end,) = encode("\n")
+    books = [
+        text.token_ids[:PIECE]
+        for text in texts
+        if text.kind in BOOK_NAMES and line_end in text.token_ids[:PIECE]
+    ]
     if any(len(book) < PIECE for book in books):
         raise ValueError(
             f"text-tokens: got {min(map(len, books))}, expected at least {PIECE}"

