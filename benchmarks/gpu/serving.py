@@ -19,7 +19,15 @@ from benchmarks.workload import Workload, pool_blocks
 
 STOCK, FP8, POLICY = "stock", "fp8", "ams-tova"
 PRESSURE = "ams-tova, pressure"
-EVENTS = {POLICY: "always", PRESSURE: "pressure"}
+ADVISED = "ams-expected, pressure"
+BOTH = f"fp8, {ADVISED}"
+EVENTS = {
+    POLICY: ("ams-tova", "always"),
+    PRESSURE: ("ams-tova", "pressure"),
+    ADVISED: ("ams-expected", "pressure"),
+    BOTH: ("ams-expected", "pressure"),
+}
+"""Engine -> its policy, and when that has events."""
 TOKEN_IDS = tuple(range(10, 500))
 WARM_UP_REQUESTS = 9
 WARM_UP_SECONDS = 6.0
@@ -105,7 +113,8 @@ class Contest(Part):
         """Return one of the same form that a CPU can do."""
         loads = tuple(load.tiny(n) for n, load in enumerate(self.loads[:2]))
         # vLLM's attention for CPUs may lack an FP8 cache.
-        return replace(self, loads=loads, engines=(STOCK, PRESSURE), interval=32)
+        engines = [name for name in self.engines if name in (STOCK, PRESSURE, ADVISED)]
+        return replace(self, loads=loads, engines=tuple(engines), interval=32)
 
     @property
     def pool_tokens(self) -> int:
@@ -123,11 +132,16 @@ class Contest(Part):
         found = []
         for name in self.engines:
             changes: dict[str, Any] = {}
-            if name == FP8:
+            if name in (FP8, BOTH):
                 changes["settings"] = {"kv_cache_dtype": "fp8"}
-            elif name in EVENTS:
-                policy = {"policy": POLICY, "budget": budget, "interval": self.interval}
-                changes["policy"] = policy | {"events": EVENTS[name]}
+            if name in EVENTS:
+                policy, events = EVENTS[name]
+                changes["policy"] = {
+                    "policy": policy,
+                    "budget": budget,
+                    "interval": self.interval,
+                    "events": events,
+                }
             settings = {**fields, **changes}
             found.append(options.engine(name, self.pool_tokens, **settings))
         return found
@@ -233,5 +247,8 @@ PARTS = {
             Load(48, 200, 8192, 0.3, 1024, 200.0),
             *(Load(48, 200, 2048, share, 384, 70.0) for share in (0.25, 0.4, 0.6, 1)),
         )
-    )
+    ),
+    "contest": Contest(
+        (Load(64, 200, 8192, 0.3, 1024, 230.0),), (STOCK, FP8, ADVISED, BOTH), 512
+    ),
 }

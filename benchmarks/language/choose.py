@@ -1,6 +1,7 @@
 """Chooses the tasks of the language benchmark: those that full KV solves.
 
     python -m benchmarks.language.choose [--lengths 2048 4096] [--count 7]
+        [--model FOLDER] [--dtype float32]
 
 Asks full KV alone the problems of the selection seed, which no policy is measured on,
 with their texts and without. A line per task and length is printed as soon as it is
@@ -12,6 +13,7 @@ import argparse
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -87,14 +89,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[2048, 4096])
     parser.add_argument("--tasks", nargs="+", default=[*MAKERS], choices=MAKERS)
     parser.add_argument("--count", type=int, default=7, help="texts")
+    parser.add_argument("--model", type=Path, help="folder; default: SmolLM2 135M")
+    parser.add_argument("--dtype", default="bfloat16")
     args = parser.parse_args(argv)
-    model = pretrained.make(pretrained.default_folder())
+    model = args.model or pretrained.make(pretrained.default_folder())
     encode, first = encoder_of(model)
     longest = max(args.lengths)
-    texts = read_texts(encode, first, tasks.PIECE, model.parent)
+    cache = pretrained.default_folder().parent
+    texts = read_texts(encode, first, tasks.PIECE, cache)
     settings = Settings(
         model=model,
-        dtype="bfloat16",
+        dtype=args.dtype,
         max_model_len=longest + tasks.AT_MOST + 1,
         at_once=AT_ONCE,
         budgets=(longest,),

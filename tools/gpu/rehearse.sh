@@ -12,7 +12,7 @@ bin=$(realpath -s "$(dirname "${PYTHON:-.venv/bin/python}")")
 carry=$(realpath -m "${CARRY:-runs/gpu/carry}")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-[ $# != 0 ] || set -- check serving decode events kernels
+[ $# != 0 ] || set -- check contest serving decode events kernels
 fits=0
 bash tools/gpu/pack_checkout.sh "$work/checkout.tar.xz" || fits=1
 mkdir -p "$work/there/carry"
