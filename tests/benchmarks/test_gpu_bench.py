@@ -22,8 +22,8 @@ from benchmarks.gpu.kernel_inputs import CPU, MAKERS, SMALL_SIZES, operations
 from benchmarks.gpu.models import token_bytes
 from benchmarks.gpu.parts import Options, Verdict
 from benchmarks.gpu.record import Record
-from benchmarks.gpu.serving import POLICY, PRESSURE, STOCK, ratio
 from benchmarks.gpu.serving import PARTS as CONTESTS
+from benchmarks.gpu.serving import POLICY, PRESSURE, STOCK, ratio
 from benchmarks.gpu.timing import EVENT, PHASES
 from benchmarks.workload import Workload
 
