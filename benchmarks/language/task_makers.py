@@ -18,9 +18,9 @@ SHOWN = 3
 """Places of a text at which each line stands."""
 ASKED = 7
 """Lines of a text that are asked for."""
-CHAINS, CHAIN = 6, 4
+CHAINS, CHAIN = 6, 3
 """Chains of a text, and the words of each."""
-VOTES = 2
+VOTES = 3
 """Lines for the right answer of `votes`; one line is for another."""
 
 
