@@ -184,7 +184,8 @@ def read(args: argparse.Namespace) -> tuple[Settings, dict[str, list[Any]]]:
     encode, first = encoder_of(model)
     cache = pretrained.default_folder().parent
     texts = read_texts(encode, first, args.text_tokens, cache)
-    items = {part: PARTS[part].items(encode, texts, args.texts) for part in args.parts}
+    wanted = encode, texts, args.texts, args.kinds or ()
+    items = {part: PARTS[part].items(*wanted) for part in args.parts}
     if args.kinds:
         items = of_kinds(items, args.kinds)
     most = max(map(len, items.values()))

@@ -12,7 +12,7 @@ the same tokens, so right answers and tokens per second are of one and the same 
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
@@ -73,7 +73,9 @@ class Answered:
     speed: float
 
 
-def chosen(encode: Encode, texts: Sequence[Text], count: int) -> list[Told]:
+def chosen(
+    encode: Encode, texts: Sequence[Text], count: int, kinds: Collection[str] = ()
+) -> list[Told]:
     """Return so many requests of each chosen task; see `tasks.problems`."""
     books = [text.token_ids[1:] for text in texts if text.kind in BOOK_NAMES]
     return [

@@ -1,6 +1,6 @@
 """The parts of the benchmark: what each asks, and what it keeps of an answer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +35,8 @@ class Part:
     """One part of the benchmark.
 
     Attributes:
-        items: (encode, texts, count) -> what to measure, always the same.
+        items: (encode, texts, count, kinds) -> what to measure, always the same; kinds
+            that are not named may be among it.
         prepare: (asker, items, told) -> the items with what full KV says of them; once
             a run. `told` are lines of full KV in the output file, by id.
         told: item -> what a line of full KV also says, for `prepare` of a later run.
@@ -46,7 +47,7 @@ class Part:
         is_crowded: needs a pool that is too small.
     """
 
-    items: Callable[[Encode, Sequence[Text], int], list[Any]]
+    items: Callable[[Encode, Sequence[Text], int, Collection[str]], list[Any]]
     prepare: Callable[[Asker, Sequence[Any], Mapping[str, Line]], list[Any]]
     measure: Callable[[Asker, str, int, Sequence[Any]], list[Any]]
     figures: Callable[[Any, int, int], dict[str, Any]]
@@ -56,7 +57,9 @@ class Part:
     is_crowded: bool = False
 
 
-def _texts(encode: Encode, texts: Sequence[Text], count: int) -> list[Text]:
+def _texts(
+    encode: Encode, texts: Sequence[Text], count: int, kinds: Collection[str]
+) -> list[Text]:
     return spread(texts, count)
 
 

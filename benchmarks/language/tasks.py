@@ -37,9 +37,10 @@ hides.
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,8 @@ PIECE = 2048
 """First tokens of a book's excerpt that are used, the token before it included."""
 AT_MOST = 128
 """Tokens of questions and answers: no more than the shortest interval."""
+LENGTHS = (2048, 4096)
+"""Tokens of a text."""
 SELECTION_SEED = 1
 """Of the problems by which tasks were chosen."""
 SEED = 2
@@ -184,12 +187,24 @@ def _hide(
         text[place:place] = line
 
 
-def chosen(encode: Encode, texts: Sequence[Text], count: int) -> list[Problem]:
-    """Return the problems of the benchmark, so many of each kind; see `problems`."""
+def chosen(
+    encode: Encode, texts: Sequence[Text], count: int, kinds: Collection[str] = ()
+) -> list[Problem]:
+    """Return the problems of the benchmark, so many of each kind; see `problems`.
+
+    Args:
+        kinds: of these kinds, such as `votes-2048`, even those that are not chosen; by
+            default of all that are.
+    """
+    asked = [
+        (task, length)
+        for task, length in product(MAKERS, LENGTHS)
+        if f"{task}-{length}" in kinds
+    ]
+    asked = asked or [(task, each) for task, some in CHOSEN.items() for each in some]
     return [
         problem
-        for task, lengths in CHOSEN.items()
-        for length in lengths
+        for task, length in asked
         for problem in problems(task, length, count, SEED, encode, texts)
     ]
 
