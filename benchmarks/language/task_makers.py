@@ -1,15 +1,12 @@
 """Makes what a task hides in a text and what it asks at the end.
 
 Made-up words have no meaning that a model could know and codes are random, so nothing
-can be answered without the text. `chains`, `variables`, `hops` and `votes` are of the
-kinds of RULER (Hsieh et al., 2024): variable tracking with its steps and without, a
-question of two hops, and counting.
+can be answered without the text.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 
 KEYS = 7
 LISTED = 16
@@ -18,8 +15,6 @@ SHOWN = 3
 """Places of a text at which each line stands."""
 ASKED = 7
 """Lines of a text that are asked for."""
-CHAINS, CHAIN = 6, 3
-"""Chains of a text, and the words of each."""
 VOTES = 3
 """Lines for the right answer of `votes`; one line is for another."""
 
@@ -81,41 +76,11 @@ def mapping(rng: random.Random) -> Hidden:
     return _some_of(rng, begun, [f" {word}" for word in made[PAIRS:]], "")
 
 
-def chains(rng: random.Random) -> Hidden:
-    """Show which made-up word follows which, and ask for all that follow one."""
-    made = _made_up(rng, CHAINS * CHAIN)
-    lines, asked = [], []
-    for start in range(0, len(made), CHAIN):
-        chain = made[start : start + CHAIN]
-        lines += [f"{one} -> {two}" for one, two in pairwise(chain)]
-        asked.append((f"{chain[0]} ->", f" {' -> '.join(chain[1:])}"))
-    return _shuffled(rng, lines, asked)
-
-
-def variables(rng: random.Random) -> Hidden:
-    """Copy values from variable to variable and ask for the values of the last ones."""
-    made = _made_up(rng, CHAINS * 3)
-    lines, asked = [], []
-    for first, second, third in zip(made[::3], made[1::3], made[2::3], strict=True):
-        value = _code(rng, 4)
-        lines += [f"{first} = {value}", f"{second} = {first}", f"{third} = {second}"]
-        asked.append((f"The value of {third} is", f" {value}"))
-    return _shuffled(rng, lines, asked)
-
-
-def hops(rng: random.Random) -> Hidden:
-    """Say whose things are and where people live, and ask where the owners live."""
-    things = rng.sample(THINGS, ASKED)
-    made = [word.capitalize() for word in _made_up(rng, 2 * ASKED)]
-    lines, asked = [], []
-    for thing, owner, place in zip(things, made[::2], made[1::2], strict=True):
-        lines += [f"The {thing} belongs to {owner}.", f"{owner} lives in {place}."]
-        asked.append((f"The owner of the {thing} lives in", f" {place}"))
-    return _shuffled(rng, lines, asked)
-
-
 def votes(rng: random.Random) -> Hidden:
-    """Have people vote for two things each and ask what has most of their votes."""
+    """Have people vote for two things each, and ask what has most votes of each.
+
+    After the frequent words of RULER (Hsieh et al., 2024).
+    """
     made = [word.capitalize() for word in _made_up(rng, ASKED)]
     lines, asked = [], []
     for name in made:
@@ -125,15 +90,6 @@ def votes(rng: random.Random) -> Hidden:
         asked.append((f"Most votes of {name} are for the", f" {more}"))
     rng.shuffle(lines)
     return Hidden(tuple(lines), tuple(rng.sample(asked, len(asked))))
-
-
-def _shuffled(
-    rng: random.Random, lines: Sequence[str], asked: list[tuple[str, str]]
-) -> Hidden:
-    """Return lines, each SHOWN times, and what is asked, both in random order."""
-    shown = [*lines] * SHOWN
-    rng.shuffle(shown)
-    return Hidden(tuple(shown), tuple(rng.sample(asked, len(asked))))
 
 
 def _some_of(
@@ -164,9 +120,6 @@ MAKERS: dict[str, Callable[[random.Random], Hidden]] = {
     "keys": keys,
     "lookup": lookup,
     "mapping": mapping,
-    "chains": chains,
-    "variables": variables,
-    "hops": hops,
     "votes": votes,
 }
 """By name of the task."""

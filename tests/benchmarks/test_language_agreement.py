@@ -34,7 +34,7 @@ def predict(policy: str, budget: int, before: tuple[int, ...]) -> dict[int, floa
 def test_full_kv_agrees_with_itself():
     asker = MadeUpAsker(predict)
     part = parts.PARTS["agreement"]
-    references = part.prepare(asker, part.items(list, TEXTS, 2), {})
+    references = part.prepare(asker, part.items(list, TEXTS, 2, ()), {})
     assert [one.id for one in references] == ["novel-1", "novel-2"]
     assert references[0].prompt_ids == TEXTS[0].token_ids[:PROMPT]
     assert references[0].answer_ids[:3] == (513, 514, 515)

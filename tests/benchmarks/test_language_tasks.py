@@ -2,13 +2,15 @@
 
 import math
 import random
+import re
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.language import tasks
-from benchmarks.language.task_makers import ASKED, MAKERS
+from benchmarks.language.task_makers import ASKED, MAKERS, VOTES
 from benchmarks.language.tasks import Answered, problems
 from benchmarks.language.texts import Text
 from support.language_model import FIRST, MadeUpAsker, Words
@@ -53,7 +55,17 @@ def test_texts_have_their_length_and_each_answer_behind_its_question(task):
             (WORDS.decode(one).strip(), WORDS.decode(two)) for one, two in problem.asked
         }
         assert len(asked) == ASKED
-        assert all(f"\n{begun}{answer}" in text for begun, answer in asked)
+        if task == "votes":
+            pattern = r"(\w+) votes for the (\w+)\."
+            counted = Counter(re.findall(pattern, text))
+            assert sorted(counted.values()) == [1] * ASKED + [VOTES] * ASKED
+            assert asked == {
+                (f"Most votes of {one} are for the", f" {two}")
+                for (one, two), count in counted.items()
+                if count == VOTES
+            }
+        else:
+            assert all(f"\n{begun}{answer}" in text for begun, answer in asked)
 
 
 def test_an_answer_is_right_if_no_token_of_it_has_a_better_one():
