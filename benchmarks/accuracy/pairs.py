@@ -2,9 +2,11 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
 
 from benchmarks.accuracy.groups import Groups, Place, Row, by_question, majority
 from benchmarks.accuracy.partial import PARTIAL, Scores, scores_by_question
+from benchmarks.accuracy.results import Line
 from benchmarks.accuracy.servers import FULL, split
 from benchmarks.printing import table
 from benchmarks.stats import estimate_difference, mcnemar
@@ -14,6 +16,8 @@ CONTROL = "strat"
 """Allocator that AMS is compared with: equal quotas for equal blocks."""
 NO_SCORER = "random"
 """What scorers are compared with."""
+REPEATED, NGRAM = "repeated", "8"
+"""The share of an answer's n-grams that it has had before, and n."""
 
 Question = tuple[str, str]
 """Task and id."""
@@ -58,7 +62,9 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
     `p` is McNemar's exact two-sided value. `prefix` and `lines`, see `partial`: the
     `mean` of the policy's score minus the other's, its 95 % paired bootstrap interval,
     `low` to `high`, and the sign-flip test's two-sided `p`; None where a question has
-    no known trace. No p is corrected for the number of tests.
+    no known trace. `repeated`: the same of the share of repeated NGRAM-grams, None
+    where the tokens of an answer are not known. No p is corrected for the number of
+    tests.
     """
     voted = {
         names: {
@@ -87,6 +93,11 @@ def pairs_of(groups: Groups) -> Iterator[Row]:
                         both,
                         scored[(policy, budget, interval), family],
                         scored[other, family],
+                    ),
+                    REPEATED: _repetition(
+                        both,
+                        by_question(groups[(policy, budget, interval), family]),
+                        by_question(groups[other, family]),
                     ),
                 }
 
@@ -130,6 +141,23 @@ def _scores(
         ).rounded()
         for name in PARTIAL
     }
+
+
+def _repetition(
+    both: Sequence[Question],
+    ours: Mapping[Question, Sequence[Line]],
+    theirs: Mapping[Question, Sequence[Line]],
+) -> Row | None:
+    """Return the comparison of repetition, None where it is not known."""
+    if not all(
+        line["repeated"] for some in (ours, theirs) for q in both for line in some[q]
+    ):
+        return None
+    rates = [
+        [fmean(line["repeated"][NGRAM] for line in some[question]) for question in both]
+        for some in (ours, theirs)
+    ]
+    return estimate_difference(*rates).rounded()
 
 
 def difference_of(found: Mapping[str, float]) -> str:

@@ -1,10 +1,11 @@
 """Makes the tables of policies: what they get right, and in how far they differ."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy.groups import POOLED
-from benchmarks.accuracy.pairs import bases_of, difference_of
+from benchmarks.accuracy.pairs import REPEATED, bases_of, difference_of
 from benchmarks.accuracy.servers import FULL
 from benchmarks.report.records import (
     ANSWER,
@@ -20,7 +21,7 @@ from benchmarks.stats import holm
 OPTIONS = {"budget", "interval", "score"}
 COMPARED = {
     score: "right alone, wrong alone" if score == ANSWER else "difference [95 %]"
-    for score in SCORES
+    for score in (*SCORES, REPEATED)
 }
 """Score -> what a comparison shows of it, before its p."""
 
@@ -86,13 +87,13 @@ def comparisons(wanted: Row, folder: Path) -> list[list[str]]:
     Args:
         wanted: `files`, one of them; `rows`; `against`: see `pair_of`, one or a list;
             `interval`, by default the only one; `budget`, one or a list, by default
-            all; `score`: one of SCORES or a list, by default the answer.
+            all; `score`: one of COMPARED or a list, by default the answer.
 
     Raises:
         ValueError: see `tables.fill`, or a row without a test.
     """
     check_keys(wanted, {"files", "rows", "against"}, OPTIONS)
-    scores = _scores(wanted, most=len(SCORES))
+    scores = _scores(wanted, len(COMPARED), [*COMPARED])
     (record,) = [read(folder / name) for name in wanted["files"]]
     pairs = []
     for policy in wanted["rows"]:
@@ -123,16 +124,16 @@ def _listed(named: Any) -> list[Any]:
     return named if isinstance(named, list) else [named]
 
 
-def _scores(wanted: Row, most: int) -> list[str]:
+def _scores(wanted: Row, most: int, known: Sequence[str] = SCORES) -> list[str]:
     """Return the scores that a table shows.
 
     Raises:
         ValueError: an unknown score, or more than a table has room for.
     """
     scores = _listed(wanted.get("score", ANSWER))
-    if not 0 < len(scores) <= most or not set(scores) <= set(SCORES):
+    if not 0 < len(scores) <= most or not set(scores) <= set(known):
         raise ValueError(
-            f"table: expected a score of {list(SCORES)}, at most {most}, got "
+            f"table: expected a score of {list(known)}, at most {most}, got "
             f"{dict(wanted)}"
         )
     return scores

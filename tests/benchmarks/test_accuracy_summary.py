@@ -24,7 +24,10 @@ def line(correct: bool = True, number: int = 0, **changes) -> dict:
     made |= {"digest": digest_of(problem.prompt, [problem.answer]), "correct": correct}
     made |= {"score": float(correct), "answer": "5" if correct else "6"}
     made |= {"prompt_tokens": 50, "output_tokens": 100, "capped": not correct}
-    made |= {"repeated": {"4": 0.5}, "text": problem.completion if correct else half}
+    made |= {
+        "repeated": {"4": 0.5, "8": 0.25},
+        "text": problem.completion if correct else half,
+    }
     return made | changes
 
 
@@ -45,7 +48,7 @@ def test_rows_count_tasks_and_all():
     assert rows["all"]["mean_output_tokens"] == 75
     assert rows["copy:10"]["low"] < 0.75 < rows["copy:10"]["high"]
     assert rows["sub:10"]["repeated"] is None
-    assert rows["all"]["repeated"] == {"4": 0.5}
+    assert rows["all"]["repeated"] == {"4": 0.5, "8": 0.25}
     text = summary.format_summary(list(rows.values()))
     assert "| 15/20   | 75.0 [53.1, 88.8]" in text
     assert "% prefix [95 %]" in text
@@ -70,6 +73,19 @@ def test_rows_and_pairs_have_partial_scores():
         # Five questions differ, all in one direction.
         assert pair[score]["p"] == 2 / 2**5
     assert "+13.6 [" in pairs.format_pairs([pair])
+
+
+def test_pairs_say_which_policy_repeats_itself():
+    lines = [line(number=number) for number in range(12)]
+    less = {"4": 0.5, "8": 0.125}
+    lines += [line(True, n, policy="ams-tova", repeated=less) for n in range(12)]
+    found = summary.summarise(lines, SETTINGS)
+    pair = next(pair for pair in found["pairs"] if pair["family"] == "all")
+    assert (pair["against"], pair["repeated"]["mean"]) == ("tova", -0.125)
+    assert pair["repeated"]["p"] == pytest.approx(2 / 2**12, abs=1e-6)
+    lines[-1]["repeated"] = None
+    found = summary.summarise(lines, SETTINGS)
+    assert not any(pair["repeated"] for pair in found["pairs"])
 
 
 def test_the_order_of_lines_changes_nothing():
