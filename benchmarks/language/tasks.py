@@ -25,10 +25,10 @@ at 2,048 tokens, and the same without the text of problems:
     hops      7 of 49  1.69    0 of 49  8.02  not chosen
     votes     9 of 42  3.68    1 of 42  9.02  not chosen
 
-Those between `mapping` and `votes` asked where people live, for labels of words, for the
-rest of a list, for how a line goes on, and, as RULER does (Hsieh et al., 2024), for all
-words of a chain of pairs, for the value of a variable that was copied twice, and for
-where the owner of a thing lives; this table is all that is left of them.
+Those between `mapping` and `votes` asked where people live, for labels of words, for
+the rest of a list, for how a line goes on, and, as RULER does (Hsieh et al., 2024), for
+all words of a chain of pairs, for the value of a variable that was copied twice, and
+for where the owner of a thing lives; this table is all that is left of them.
 
 At 4,096 tokens:
 
